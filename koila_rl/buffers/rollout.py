@@ -1,0 +1,241 @@
+"""Rollouts: on-policy transitions ``[n_steps, n_envs]`` and their minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from koila_rl.buffers.allocation import check_allocation, human
+from koila_rl.buffers.rows import TensorRows, minibatch
+from koila_rl.buffers.tree import Columns, Key, flatten, name, nest
+from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
+
+__all__ = ["RolloutBuffer"]
+
+
+class RolloutBuffer:
+    """Transitions of ``n_envs`` environments over ``n_steps`` steps, for on-policy learning.
+
+    The first :meth:`add` decides names, shapes and dtypes; memory for the whole rollout is
+    taken then and kept. Minibatches come from :meth:`minibatches`; they hold no data, only
+    which rows of the rollout they are.
+
+    >>> rollout = RolloutBuffer(n_steps=2, n_envs=3, seed=0)
+    >>> for step in range(2):
+    ...     rollout.add(TensorDict({"reward": torch.full((3,), float(step))}, [3]))
+    >>> rollout.data["advantage"] = rollout.data["reward"] - 0.5
+    >>> [part["reward"].shape[0] for part in rollout.minibatches(4, 1, lazy=False)]
+    [4, 2]
+    """
+
+    def __init__(
+        self,
+        n_steps: int,
+        n_envs: int,
+        seed: int | None = None,
+        *,
+        storage_device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Take no memory yet.
+
+        ``storage_device`` is where the rollout lies, ``device`` where minibatches are
+        delivered (the same place unless named).
+        """
+        for label, value in (("n_steps", n_steps), ("n_envs", n_envs)):
+            if value < 1:
+                raise ConfigurationError(f"{label} is {value}; a rollout needs at least 1")
+        self.n_steps = int(n_steps)
+        self.n_envs = int(n_envs)
+        self.device = None if device is None else torch.device(device)
+        self._storage_device = torch.device(storage_device)
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        self._data: TensorDict | None = None
+        self._columns: Columns = {}
+        self._filled = 0
+        self._generation = 0
+
+    @property
+    def data(self) -> TensorDict:
+        """The rollout ``[n_steps, n_envs]``, to read and to write.
+
+        Put what is computed from the whole rollout (``state_value``, ``advantage``,
+        ``value_target``) under new names; every name is in the minibatches.
+        """
+        if self._data is None:
+            raise StorageError("the rollout is empty: its names and shapes come with the first add")
+        return self._data
+
+    @property
+    def full(self) -> bool:
+        """Whether all ``n_steps`` steps are there."""
+        return self._filled == self.n_steps
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rollout takes, columns put in by the caller included."""
+        if self._data is None:
+            return 0
+        return sum(column.nbytes for column in flatten(self._data).values())
+
+    def __len__(self) -> int:
+        """Steps added since the last :meth:`clear`."""
+        return self._filled
+
+    def add(self, transition: TensorDictBase | Mapping[Any, Any]) -> None:
+        """Append one step of every environment: leaves ``[n_envs, …]``, nested as they come.
+
+        Raises :class:`StorageError` if the rollout is full or a leaf differs in name, shape or
+        dtype from the first step, and :class:`InsufficientMemoryError` if the first step shows
+        that the rollout does not fit; nothing is stored then.
+        """
+        if self.full:
+            raise StorageError(
+                f"the rollout holds all its n_steps={self.n_steps} steps; call clear() first"
+            )
+        values = flatten(transition)
+        for key, value in values.items():
+            if value.shape[:1] != (self.n_envs,):
+                raise BatchSizeError(
+                    f"{name(key)!r} has shape {tuple(value.shape)}; a step of this rollout begins "
+                    f"with n_envs={self.n_envs}"
+                )
+        if self._data is None:
+            self._allocate(values)
+        else:
+            self._compare(values)
+        self._generation += 1
+        with torch.no_grad():
+            for key, value in values.items():
+                self._columns[key][self._filled].copy_(value)
+        self._filled += 1
+
+    def clear(self) -> None:
+        """Forget the steps and keep the memory; columns put in by the caller are dropped.
+
+        Minibatches drawn before raise :class:`StaleValueError` once :meth:`add` overwrites them.
+        """
+        self._filled = 0
+        if self._data is not None:
+            self._data = self._nested()
+
+    def minibatches(
+        self,
+        batch_size: int,
+        n_epochs: int = 1,
+        *,
+        skip: Tensor | None = None,
+        lazy: bool = True,
+    ) -> Iterator[TensorDict]:
+        """Minibatches of the full rollout, shuffled anew each epoch.
+
+        Every transition is in exactly one minibatch of an epoch; the last is smaller where
+        ``batch_size`` does not divide their number. ``skip`` is a bool tensor
+        ``[n_steps, n_envs]``, True where a transition belongs in no loss (the reset rows of
+        NEXT_STEP autoreset). Yields TensorDicts ``[batch_size]`` of lazy tensors, or of plain
+        ones with ``lazy=False``.
+        """
+        if not self.full:
+            raise StorageError(
+                f"the rollout holds {self._filled} of {self.n_steps} steps; minibatches are drawn "
+                "from a full one"
+            )
+        if batch_size < 1 or n_epochs < 1:
+            raise ConfigurationError(
+                f"batch_size is {batch_size} and n_epochs {n_epochs}; both must be at least 1"
+            )
+        return self._epochs(self._rows_to_visit(skip), int(batch_size), int(n_epochs), lazy)
+
+    def _rows_to_visit(self, skip: Tensor | None) -> Tensor:
+        if skip is None:
+            return torch.arange(self.n_steps * self.n_envs)
+        if skip.shape != (self.n_steps, self.n_envs) or skip.dtype != torch.bool:
+            raise BatchSizeError(
+                f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it must be bool of shape "
+                f"{(self.n_steps, self.n_envs)}"
+            )
+        rows = (~skip).reshape(-1).nonzero().reshape(-1).cpu()
+        if len(rows) == 0:
+            raise ConfigurationError("skip leaves no transition to learn from")
+        return rows
+
+    def _epochs(
+        self, rows: Tensor, batch_size: int, n_epochs: int, lazy: bool
+    ) -> Iterator[TensorDict]:
+        for _ in range(n_epochs):
+            order = rows[torch.randperm(len(rows), generator=self._generator)]
+            for index in torch.split(order, batch_size):
+                yield self._minibatch(index, lazy)
+
+    def _minibatch(self, index: Tensor, lazy: bool) -> TensorDict:
+        rows = {}
+        for key, column in flatten(self.data).items():
+            flat = column.detach().reshape(self.n_steps * self.n_envs, *column.shape[2:])
+            rows[key] = TensorRows(
+                flat,
+                index.to(flat.device),
+                device=self.device,
+                generation=lambda: self._generation,
+                what=f"{name(key)!r} of the rollout",
+            )
+        return minibatch(rows, len(index), lazy=lazy)
+
+    def _allocate(self, values: Columns) -> None:
+        if not values:
+            raise StorageError("the first step of the rollout holds no tensors")
+        asked = self.n_steps * sum(value.nbytes for value in values.values())
+        check_allocation(
+            asked,
+            self._storage_device,
+            f"use fewer than n_steps={self.n_steps}, fewer than n_envs={self.n_envs}, or a "
+            "smaller dtype (uint8 for images)",
+        )
+        # Rollouts may be collected under inference_mode, whose tensors autograd refuses later.
+        with torch.inference_mode(False):
+            self._columns = {
+                key: torch.zeros(
+                    (self.n_steps, *value.shape), dtype=value.dtype, device=self._storage_device
+                )
+                for key, value in values.items()
+            }
+            self._data = self._nested()
+
+    def _nested(self) -> TensorDict:
+        return nest(self._columns, torch.Size([self.n_steps, self.n_envs]))
+
+    def _compare(self, values: Columns) -> None:
+        if values.keys() != self._columns.keys():
+            raise StorageError(
+                f"the rollout stores {_names(self._columns)}, but this step has {_names(values)}; "
+                "every step must have the names of the first"
+            )
+        for key, value in values.items():
+            column = self._columns[key]
+            if column.shape[1:] != value.shape or column.dtype != value.dtype:
+                raise StorageError(
+                    f"{name(key)!r} is {value.dtype} {tuple(value.shape)} in this step, but "
+                    f"{column.dtype} {tuple(column.shape[1:])} in the first; cast or reshape it"
+                )
+
+    def __repr__(self) -> str:
+        """Fill, bytes, and shape and dtype of every column."""
+        head = f"RolloutBuffer({self._filled}/{self.n_steps} steps of {self.n_envs} environments"
+        if self._data is None:
+            return f"{head}, empty)"
+        lines = [
+            f"  {name(key)}: {tuple(column.shape)} {str(column.dtype).removeprefix('torch.')}"
+            for key, column in flatten(self._data).items()
+        ]
+        return "\n".join([f"{head}, {human(self.nbytes)}", *lines]) + ")"
+
+
+def _names(columns: Mapping[Key, Tensor]) -> list[str]:
+    return [name(key) for key in columns]

@@ -1,0 +1,86 @@
+"""Nested transitions as flat columns and back.
+
+A buffer stores one tensor a leaf. Dict observations are nested names; a Tuple observation
+becomes the names ``"0"``, ``"1"``, …, since a TensorDict holds names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from koila_rl.errors import StorageError
+
+__all__ = ["Columns", "Key", "flatten", "name", "nest"]
+
+Key: TypeAlias = tuple[str, ...]
+Columns: TypeAlias = dict[Key, Tensor]
+
+
+def name(key: Key) -> str:
+    """``("next", "reward")`` as a person writes it: ``next.reward``."""
+    return ".".join(key)
+
+
+def flatten(values: TensorDictBase | Mapping[Any, Any]) -> Columns:
+    """The leaves of nested TensorDicts, mappings and tuples by their path, in sorted order.
+
+    NumPy arrays and Python numbers become tensors; float64 scalars keep their type. Raises
+    :class:`StorageError` for a leaf that is not numeric.
+    """
+    return dict(sorted(_leaves(values, ())))
+
+
+def _leaves(value: Any, path: Key) -> Iterator[tuple[Key, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (TensorDictBase, Mapping)):
+        for key, item in value.items():
+            # TorchRL writes ("next", "reward"); both spellings name the same leaf.
+            yield from _leaves(item, path + (key if isinstance(key, tuple) else (str(key),)))
+    elif isinstance(value, (tuple, list)) and any(not np.isscalar(item) for item in value):
+        for position, item in enumerate(value):
+            yield from _leaves(item, (*path, str(position)))
+    else:
+        yield path, _tensor(value, path)
+
+
+def _tensor(value: Any, path: Key) -> Tensor:
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufc":
+        raise StorageError(
+            f"{name(path)!r} holds {type(value).__name__} of dtype {array.dtype}: a buffer stores "
+            "numbers; encode it as a tensor or leave it out"
+        )
+    return torch.as_tensor(array if array.flags.writeable else array.copy())
+
+
+# The public constructor walks every leaf again (28 µs for six columns against 4), which
+# would cost more than gathering a small minibatch.
+_unchecked: Any = getattr(TensorDict, "_new_unsafe", None)
+
+
+def nest(columns: Mapping[Key, Any], batch_size: torch.Size) -> TensorDict:
+    """A nested TensorDict of the columns, every leaf of which begins with ``batch_size``."""
+    tree: dict[str, Any] = {}
+    for key, value in columns.items():
+        node = tree
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+        node[key[-1]] = value
+    return _build(tree, batch_size)
+
+
+def _build(tree: dict[str, Any], batch_size: torch.Size) -> TensorDict:
+    for key, value in tree.items():
+        if type(value) is dict:
+            tree[key] = _build(value, batch_size)
+    if _unchecked is None:
+        return TensorDict(tree, batch_size)
+    built: TensorDict = _unchecked(tree, batch_size=batch_size)
+    return built
