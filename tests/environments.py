@@ -1,0 +1,100 @@
+"""Small environments whose right answers are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+
+class Counting(gym.Env[Any, Any]):
+    """Observes 0, 1, 2, …; reward 1 a step; ends at ``end``, terminated or truncated."""
+
+    observation_space = gym.spaces.Box(0.0, 100.0, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, end: int = 3, truncate: bool = False) -> None:
+        self.end, self.truncate, self.count = end, truncate, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return np.array([0.0], np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        over = self.count >= self.end
+        observation = np.array([self.count], np.float32)
+        return observation, 1.0, over and not self.truncate, over and self.truncate, {}
+
+
+class Endless(gym.Env[Any, Any]):
+    """One state, reward 1 for ever; a time limit of ``limit`` steps truncates."""
+
+    observation_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, limit: int = 5) -> None:
+        self.limit, self.count = limit, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return np.array([1.0], np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return np.array([1.0], np.float32), 1.0, False, self.count >= self.limit, {}
+
+
+class Identity(gym.Env[Any, Any]):
+    """Reward for repeating the observation: 1 if equal (Discrete), minus the distance (Box)."""
+
+    def __init__(self, action_space: gym.Space[Any], length: int = 20) -> None:
+        self.action_space = self.observation_space = action_space
+        self.length, self.count = length, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.count, self.state = 0, self.observation_space.sample()
+        return self.state, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if isinstance(self.action_space, gym.spaces.Discrete):
+            reward = float(action == self.state)
+        else:
+            reward = -float(np.abs(action - self.state).mean())
+        self.count, self.state = self.count + 1, self.observation_space.sample()
+        return self.state, reward, False, self.count >= self.length, {}
+
+
+class Pictures(gym.Env[Any, Any]):
+    """uint8 images of one brightness; the bright ones ask for action 1."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...] = (3, 36, 36)) -> None:
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.count = 0
+
+    def _draw(self) -> Any:
+        self.bright = int(self.np_random.integers(2))
+        return np.full(self.observation_space.shape, 200 if self.bright else 20, np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return self._draw(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        reward = float(action == self.bright)
+        return self._draw(), reward, False, self.count >= 10, {}
+
+
+def vector(make: Any, n_envs: int, mode: AutoresetMode) -> SyncVectorEnv:
+    return SyncVectorEnv([make] * n_envs, autoreset_mode=mode)
