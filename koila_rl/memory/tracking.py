@@ -1,0 +1,366 @@
+"""Bytes of live storages, followed under a dispatch mode, for real and for fake tensors."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from koila_rl.recording.private import FakeTensor, TorchDispatchMode
+
+__all__ = ["BLOCK_BYTES", "LiveCall", "StorageListener", "StorageTracker", "round_to_block"]
+
+BLOCK_BYTES = 512
+"""Every CUDA allocation is a multiple of this; the CPU is counted the same way."""
+
+
+def round_to_block(nbytes: int) -> int:
+    """Bytes that a storage of ``nbytes`` takes, in whole blocks.
+
+    >>> round_to_block(0), round_to_block(1), round_to_block(512), round_to_block(513)
+    (0, 512, 512, 1024)
+    """
+    return (nbytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+
+
+class LiveCall(NamedTuple):
+    """One storage that was live at the peak."""
+
+    name: str
+    """The operator that made it, or the tracker's label at that time."""
+    nbytes: int
+    """Bytes in whole blocks."""
+
+
+class StorageListener(Protocol):
+    """What may follow a tracker's storages one by one, as an allocator does."""
+
+    def allocated(self, key: int, nbytes: int, name: str) -> None:
+        """A storage came to life or grew; raising refuses it, and it is not counted."""
+
+    def freed(self, key: int, nbytes: int) -> None:
+        """The storage last announced under this key died, or is about to change its size."""
+
+
+class _Entry(weakref.ref[UntypedStorage]):
+    """A weak reference to one storage, with what is counted for it."""
+
+    __slots__ = ("birth", "key", "maker", "nbytes", "raw", "unbilled")
+
+    birth: int  # the tracker's clock when it was counted
+    key: int
+    maker: object  # operator or label; turned into text only when asked
+    nbytes: int  # blocks counted
+    raw: int  # the storage's own size when last seen
+    unbilled: int  # blocks that existed at entry and count zero
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context manager: follows the storages that operators make in this thread.
+
+    Counted is every storage that an operator returns while the context is active, in whole
+    512-byte blocks, once however many views share it, until it dies. Storages that existed at
+    entry, or that :meth:`register` names, count zero; if one of them grows, the growth counts.
+    Fake tensors count with the size that they stand for, tensors on ``meta`` count zero.
+
+    Not seen, since no operator returns it: scratch memory inside a kernel, memory that code
+    compiled by ``torch.compile`` allocates for itself (it stays compiled here), and arrays that
+    ``torch.from_numpy`` wraps. Autograd adds gradients out of place under any dispatch mode.
+
+    Args:
+        listener: told of every storage counted and freed; may refuse one by raising, which
+            then leaves the operator's call before its result has escaped.
+        follow_fake: whether fake tensors count.
+        record_timeline: keep ``(live_bytes, operator)`` after each call that made a storage.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        listener: StorageListener | None = None,
+        *,
+        follow_fake: bool = True,
+        record_timeline: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        """Bytes of the storages counted and alive now."""
+        self.peak_bytes = 0
+        """Largest ``live_bytes`` since entry or :meth:`reset_peak`."""
+        self.label: object = None
+        """If set, names the storages made from here on instead of their operator."""
+        self.timeline: list[tuple[int, str]] = []
+        self._listener = listener
+        self._follow_fake = follow_fake
+        self._record_timeline = record_timeline
+        self._entries: dict[int, _Entry] = {}
+        self._on_death = _death_callback(self)
+        self._clock = 0
+        self._peak_clock = 0
+        self._dead_since_peak: list[tuple[object, int]] = []
+        self._depth = 0
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True, since Dynamo leaves code uncompiled under any other mode."""
+        return True
+
+    def register(self, tensors: Iterable[Tensor]) -> int:
+        """Count the storages of ``tensors`` as resident, that is zero; returns their bytes."""
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            entry = self._entries.get(id(storage))
+            if entry is None:
+                self._follow(storage, "resident", unbilled=round_to_block(storage.nbytes()))
+            elif entry.nbytes:
+                entry.unbilled += entry.nbytes
+                self._unbill(entry)
+            else:
+                continue
+            total += round_to_block(storage.nbytes())
+        return total
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at what is live now."""
+        self._take_peak()
+
+    def peak_calls(self) -> tuple[LiveCall, ...]:
+        """The storages that were live at the peak, largest first."""
+        alive = [
+            (entry.maker, entry.nbytes)
+            for entry in self._entries.values()
+            if entry.nbytes and entry.birth <= self._peak_clock
+        ]
+        calls = [LiveCall(str(maker), nbytes) for maker, nbytes in alive + self._dead_since_peak]
+        return tuple(sorted(calls, key=lambda call: -call.nbytes))
+
+    def __enter__(self) -> StorageTracker:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._depth += 1
+        if self._depth == 1:
+            _watch_resizes(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            _unwatch_resizes(self)
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for kind in types:
+            if _wraps_other_tensors(kind):
+                # The wrapper's own handler then runs with this mode active, and what it
+                # computes on its inner tensors is seen.
+                return NotImplemented
+        kwargs = kwargs or {}
+        before = _sizes(args, kwargs) if _may_resize(func) else None
+        out = func(*args, **kwargs)
+        try:
+            self._see(out, func, args, kwargs, before)
+        except BaseException:
+            # The traceback keeps this frame: what was refused must not live on in it.
+            del out
+            raise
+        return out
+
+    def _see(
+        self,
+        out: Any,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, int] | None,
+    ) -> None:
+        tensors: Iterable[Tensor]
+        if isinstance(out, Tensor):
+            tensors = (out,)
+        elif isinstance(out, (list, tuple)):
+            tensors = _tensors_in(*out)
+        else:
+            tensors = ()
+        for tensor in tensors:
+            storage = _storage_of(tensor)
+            if (
+                storage is not None
+                and id(storage) not in self._entries
+                and self._takes_memory(tensor, storage)
+                and _is_fresh(storage, func, args, kwargs)
+            ):
+                self._follow(storage, func)
+        if before is not None:
+            self._see_resizes(func, args, kwargs, before)
+
+    def _see_resizes(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[int, int],
+    ) -> None:
+        for tensor in _tensors_in(*args, *kwargs.values()):
+            storage = _storage_of(tensor)
+            if storage is not None and self._takes_memory(tensor, storage):
+                self._resized(storage, before.get(id(storage)), func)
+
+    def _resized(self, storage: UntypedStorage, old_size: int | None, func: object) -> None:
+        entry = self._entries.get(id(storage))
+        if entry is None:
+            if old_size is not None and storage.nbytes() > old_size:
+                self._follow(storage, func, unbilled=round_to_block(old_size))
+        elif entry.raw != storage.nbytes():
+            entry.raw = storage.nbytes()
+            self._bill(entry, max(0, round_to_block(entry.raw) - entry.unbilled))
+
+    def _takes_memory(self, tensor: Tensor, storage: UntypedStorage) -> bool:
+        if storage.device.type != "meta":
+            return True
+        return self._follow_fake and isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+    def _follow(self, storage: UntypedStorage, maker: object, unbilled: int = 0) -> None:
+        raw = storage.nbytes()
+        entry = _Entry(storage, self._on_death)
+        entry.key = id(storage)
+        entry.maker = maker if self.label is None else self.label
+        entry.nbytes = 0
+        entry.raw = raw
+        entry.unbilled = unbilled
+        entry.birth = self._clock
+        self._entries[entry.key] = entry
+        try:
+            self._bill(entry, max(0, round_to_block(raw) - unbilled))
+        except BaseException:
+            self._entries.pop(entry.key, None)
+            raise
+
+    def _bill(self, entry: _Entry, nbytes: int) -> None:
+        """Count ``nbytes`` for the storage from now on."""
+        if entry.nbytes:
+            self._unbill(entry)
+        if nbytes and self._listener is not None:
+            self._listener.allocated(entry.key, nbytes, str(entry.maker))
+        self._clock += 1
+        entry.birth = self._clock
+        entry.nbytes = nbytes
+        self.live_bytes += nbytes
+        if self.live_bytes > self.peak_bytes:
+            self._take_peak()
+        if self._record_timeline:
+            self.timeline.append((self.live_bytes, str(entry.maker)))
+
+    def _unbill(self, entry: _Entry) -> None:
+        if entry.birth <= self._peak_clock:
+            self._dead_since_peak.append((entry.maker, entry.nbytes))
+        self.live_bytes -= entry.nbytes
+        nbytes, entry.nbytes = entry.nbytes, 0
+        if self._listener is not None:
+            self._listener.freed(entry.key, nbytes)
+
+    def _died(self, entry: _Entry) -> None:
+        if self._entries.pop(entry.key, None) is not None and entry.nbytes:
+            self._unbill(entry)
+
+    def _take_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+        self._peak_clock = self._clock
+        self._dead_since_peak.clear()
+
+
+def _death_callback(tracker: StorageTracker) -> Callable[[weakref.ref[UntypedStorage]], None]:
+    # Through a weak reference, or every tracker would be a cycle that waits for the collector.
+    follower = weakref.ref(tracker)
+
+    def died(entry: weakref.ref[UntypedStorage]) -> None:
+        alive = follower()
+        if alive is not None and isinstance(entry, _Entry):
+            alive._died(entry)
+
+    return died
+
+
+@functools.lru_cache(maxsize=512)
+def _wraps_other_tensors(kind: type) -> bool:
+    """Whether tensors of this class compute on tensors inside; infrastructure's own do not."""
+    handler = getattr(kind, "__torch_dispatch__", None)
+    return handler is not torch.Tensor.__torch_dispatch__ and not hasattr(kind, "_mode_key")
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_resize(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return False
+    return "resize" in schema.name or any(argument.is_out for argument in schema.arguments)
+
+
+def _tensors_in(*values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors_in(*value))
+        elif isinstance(value, dict):
+            found.extend(_tensors_in(*value.values()))
+    return found
+
+
+def _storage_of(tensor: Tensor) -> UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have none
+        return None
+
+
+def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+    """Bytes of the storages that a call is given, by identity."""
+    storages = (_storage_of(tensor) for tensor in _tensors_in(*args, *kwargs.values()))
+    return {id(storage): storage.nbytes() for storage in storages if storage is not None}
+
+
+def _is_fresh(
+    storage: UntypedStorage, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a call made the storage, rather than being given it."""
+    for tensor in _tensors_in(*args, *kwargs.values()):
+        if _storage_of(tensor) is storage:
+            # torch.tensor() shows its new storage to lift_fresh alone; one that wraps an array
+            # of numpy comes the same way, but is not resizable.
+            return func is torch.ops.aten.lift_fresh.default and storage.resizable()
+    return True
+
+
+_trackers: list[StorageTracker] = []
+_resize = UntypedStorage.resize_
+
+
+def _resize_seen(storage: UntypedStorage, size: int) -> UntypedStorage:
+    old_size = storage.nbytes()
+    _resize(storage, size)
+    for tracker in _trackers:
+        tracker._resized(storage, old_size, "resize_")
+    return storage
+
+
+def _watch_resizes(tracker: StorageTracker) -> None:
+    """``UntypedStorage.resize_`` is no operator, so that no dispatch mode sees it."""
+    _trackers.append(tracker)
+    UntypedStorage.resize_ = _resize_seen  # type: ignore[method-assign,assignment]
+
+
+def _unwatch_resizes(tracker: StorageTracker) -> None:
+    _trackers.remove(tracker)
+    if not _trackers:
+        UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

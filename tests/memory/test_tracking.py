@@ -1,0 +1,389 @@
+"""Live storages are counted once, in blocks, from the call that makes them to their last use."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from koila_rl.memory.tracking import StorageTracker, round_to_block
+from koila_rl.recording.private import FakeTensorMode
+
+BLOCK = 512
+
+
+def floats(blocks: int) -> Tensor:
+    """A new tensor of so many whole blocks."""
+    return torch.ones(blocks * BLOCK // 4)
+
+
+def test_bytes_are_whole_blocks():
+    with StorageTracker() as tracker:
+        kept = torch.empty(1), torch.empty(129), torch.empty(0)
+    assert tracker.live_bytes == tracker.peak_bytes == BLOCK + 2 * BLOCK
+    del kept
+
+
+def test_views_and_aliases_count_once():
+    with StorageTracker() as tracker:
+        x = floats(4)
+        views = [x.view(2, -1), x[3:], x.detach(), x.t(), *x.chunk(2), x.expand(3, -1)]
+        assert tracker.live_bytes == 4 * BLOCK
+        del x
+        assert tracker.live_bytes == 4 * BLOCK
+        views.clear()
+        assert tracker.live_bytes == 0
+    assert tracker.peak_bytes == 4 * BLOCK
+
+
+def test_resident_storages_count_zero():
+    x, weight = floats(4), nn.Parameter(floats(2))
+    with StorageTracker() as tracker:
+        views = x.view(2, -1), weight.detach(), x.add_(1), weight.view(-1)
+        assert tracker.live_bytes == 0
+        y = x * 2
+        assert tracker.live_bytes == 4 * BLOCK
+        assert tracker.register([y, x]) == 8 * BLOCK
+        assert tracker.live_bytes == 0
+        assert tracker.register([y]) == 0
+        del y, views
+        assert tracker.live_bytes == 0
+    assert tracker.peak_bytes == 4 * BLOCK
+
+
+def test_a_free_is_seen_at_once_also_in_autograd():
+    x = floats(3).requires_grad_()
+    with StorageTracker() as tracker:
+        y = x.exp()
+        loss = y.sum()
+        del y
+        assert tracker.live_bytes == (3 + 1) * BLOCK  # exp keeps its result for backward
+        loss.backward()
+        del loss
+        assert tracker.live_bytes == 3 * BLOCK
+        x.grad = None
+        assert tracker.live_bytes == 0
+
+
+def test_gradients_accumulate_in_place_and_count_once():
+    x = floats(3).requires_grad_()
+    with StorageTracker() as tracker:
+        for _ in range(3):
+            (x * 2).sum().backward()
+        assert tracker.live_bytes == 3 * BLOCK
+        torch.autograd.backward(x.sum() + x.cumsum(0).sum())
+        assert tracker.live_bytes == 3 * BLOCK
+
+
+def test_undefined_gradients_and_several_outputs():
+    x = floats(2).requires_grad_()
+    unused = floats(2).requires_grad_()
+    with StorageTracker() as tracker:
+        values, indices = x.view(2, -1).sort(1)
+        low, high = torch.autograd.grad(values.sum(), [x, unused], allow_unused=True)
+        assert high is None
+        assert tracker.live_bytes == (2 + 4 + 2) * BLOCK  # int64 indices take twice the bytes
+        del values, indices, low
+    assert tracker.live_bytes == 0
+
+
+@pytest.mark.parametrize("grow", ["operator", "storage", "out"])
+def test_growing_counts_and_shrinking_frees(grow: str):
+    resident = floats(2)
+    with StorageTracker() as tracker:
+        fresh = floats(1)
+        for tensor in (resident, fresh):
+            _resize(tensor, 6, grow)
+        assert tracker.live_bytes == (4 + 6) * BLOCK
+        if grow != "out":  # resize_ itself never gives memory back
+            for tensor in (resident, fresh):
+                tensor.untyped_storage().resize_(0)
+            assert tracker.live_bytes == 0
+        del tensor, resident, fresh
+        assert tracker.live_bytes == 0
+
+
+def _resize(tensor: Tensor, blocks: int, how: str) -> None:
+    if how == "operator":
+        tensor.resize_(blocks * BLOCK // 4)
+    elif how == "storage":
+        tensor.untyped_storage().resize_(blocks * BLOCK)
+    else:
+        tensor.resize_(0)
+        torch.add(torch.zeros(()).expand(blocks * BLOCK // 4), 1, out=tensor)
+
+
+def test_storage_resize_is_restored():
+    original = torch.UntypedStorage.resize_
+    with StorageTracker(), StorageTracker():
+        assert torch.UntypedStorage.resize_ is not original
+    assert torch.UntypedStorage.resize_ is original
+
+
+def test_new_data_counts_and_wrapped_arrays_do_not():
+    with StorageTracker() as tracker:
+        tensor = torch.tensor([1.0, 2.0])
+        assert tracker.live_bytes == BLOCK
+        wrapped = torch.from_numpy(np.ones(1000))
+        assert tracker.live_bytes == BLOCK
+        copied = wrapped.float()
+        assert tracker.live_bytes == BLOCK + round_to_block(4000)
+        del copied, tensor
+
+
+def test_data_swapped_under_a_tensor():
+    x = floats(4)
+    with StorageTracker() as tracker:
+        x.data = floats(2)
+        assert tracker.live_bytes == 2 * BLOCK
+        x.data = floats(3)
+        assert tracker.live_bytes == 3 * BLOCK
+
+
+def test_meta_counts_zero_and_fakes_count():
+    with StorageTracker() as tracker:
+        kept = [torch.empty(1 << 40, device="meta") * 2]
+        assert tracker.live_bytes == 0
+        with FakeTensorMode():
+            kept.append(floats(2) * 2)
+            kept.append(torch.empty(1 << 40, device="meta") * 2)
+        assert tracker.live_bytes == 2 * BLOCK
+    with StorageTracker(follow_fake=False) as real_only, FakeTensorMode():
+        kept.append(floats(2) * 2)
+        assert real_only.live_bytes == 0
+    del kept
+
+
+def test_functorch_wrappers_are_seen_through():
+    x = torch.randn(8, BLOCK // 4)
+    with StorageTracker() as tracker:
+        grads = torch.func.vmap(torch.func.grad(lambda row: row.exp().sum()))(x)
+        assert tracker.live_bytes == 8 * BLOCK
+        del grads
+        assert tracker.live_bytes == 0
+    assert tracker.peak_bytes > 8 * BLOCK
+
+
+class Boxed(Tensor):
+    """A wrapper that computes on the tensor inside, as quantized or sharded tensors do."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Boxed:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        opened = [a.inner if isinstance(a, Boxed) else a for a in args]
+        return Boxed(func(*opened, **(kwargs or {})))
+
+
+def test_wrapper_subclasses_are_seen_inside():
+    boxed = Boxed(floats(2))
+    with StorageTracker() as tracker:
+        result = boxed + 1
+        assert tracker.live_bytes == 2 * BLOCK
+        del result
+        assert tracker.live_bytes == 0
+
+
+class Recorder:
+    """A listener that refuses what passes its limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.live, self.names = limit, {}, []
+
+    def allocated(self, key: int, nbytes: int, name: str) -> None:
+        if sum(self.live.values()) + nbytes > self.limit:
+            raise MemoryError(name)
+        self.live[key] = nbytes
+        self.names.append(name)
+
+    def freed(self, key: int, nbytes: int) -> None:
+        assert self.live.pop(key) == nbytes
+
+
+def test_a_listener_follows_and_may_refuse():
+    recorder = Recorder(4 * BLOCK)
+    with StorageTracker(recorder) as tracker:
+        x = floats(3)
+        refused = None
+        # Not in pytest.raises(), which would keep the refused call's frames, and so x, alive.
+        try:
+            x = x * 2
+        except MemoryError as error:
+            refused = str(error)
+        assert refused == "aten.mul.Tensor"
+        assert sum(recorder.live.values()) == tracker.live_bytes == 3 * BLOCK
+        del x
+        x = floats(4)
+        assert sum(recorder.live.values()) == tracker.live_bytes == 4 * BLOCK
+        x.untyped_storage().resize_(0)
+        assert recorder.live == {}
+    assert recorder.names == ["aten.ones.default"] * 2
+
+
+def test_labels_and_timeline():
+    with StorageTracker(record_timeline=True) as tracker:
+        tracker.label = "conv2d"
+        x = floats(3)
+        tracker.label = None
+        y = x * 2
+    assert tracker.peak_calls() == (("conv2d", 3 * BLOCK), ("aten.mul.Tensor", 3 * BLOCK))
+    assert tracker.timeline == [(3 * BLOCK, "conv2d"), (6 * BLOCK, "aten.mul.Tensor")]
+    del y
+
+
+def test_peak_starts_anew():
+    with StorageTracker() as tracker:
+        x = floats(3)
+        del x
+        kept = floats(1)
+        assert tracker.peak_bytes == 3 * BLOCK
+        assert tracker.peak_calls() == (("aten.ones.default", 3 * BLOCK),)
+        tracker.reset_peak()
+        assert tracker.peak_bytes == BLOCK
+        assert tracker.peak_calls() == (("aten.ones.default", BLOCK),)
+        del kept
+
+
+def test_trackers_nest_and_need_no_collector():
+    gc.disable()
+    try:
+        with StorageTracker() as outer:
+            x = floats(1)
+            with StorageTracker() as inner:
+                y = x + 1
+            assert inner.live_bytes == BLOCK
+            assert outer.live_bytes == 2 * BLOCK
+            del inner, x, y
+            assert outer.live_bytes == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+def test_compiled_code_stays_compiled():
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x.exp() * 2, backend=backend)
+    x = floats(4)
+    with StorageTracker() as tracker:
+        y = compiled(x)
+        assert len(graphs) == 1
+        tracker.reset_peak()
+        y = compiled(x)
+        assert len(graphs) == 1
+        assert tracker.live_bytes == 4 * BLOCK
+    assert torch.equal(y, x.exp() * 2)
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 5)
+    )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(48, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = self.head(self.gru(x.flatten(1, 2).unflatten(1, (16, 3)).flatten(2))[0])
+        return features
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)]
+        self.encoder = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = self.encoder(x.flatten(2).transpose(1, 2)[..., :1].expand(-1, -1, 16))
+        return features
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, 64), nn.Tanh(), nn.Linear(64, 4)),
+    "conv": conv_net,
+    "batch norm": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU()),
+    "dropout": lambda: nn.Sequential(nn.Flatten(), nn.Linear(768, 99), nn.Dropout(), nn.Softmax(1)),
+    "gru": Recurrent,
+    "attention": Attention,
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_fakes_take_what_real_tensors_take(name: str):
+    assert _update_bytes(NETWORKS[name], fake=True) == _update_bytes(NETWORKS[name], fake=False)
+
+
+def _update_bytes(build: Callable[[], nn.Module], fake: bool) -> tuple[int, int]:
+    """Peak bytes of a training step, and the bytes that stay."""
+    with FakeTensorMode() if fake else torch.random.fork_rng():
+        network, x = build(), torch.ones(7, 3, 16, 16)
+        with StorageTracker() as tracker:
+            for _ in range(2):
+                network(x).pow(2).mean().backward()
+        gradients = [p.grad for p in network.parameters() if p.grad is not None]
+        state = sum(round_to_block(g.untyped_storage().nbytes()) for g in gradients)
+        assert state <= tracker.live_bytes <= tracker.peak_bytes
+        return tracker.peak_bytes, tracker.live_bytes
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["new", "view", "out of place", "in place", "drop"]), st.integers(0, 999)
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(STEPS)
+def test_any_program_agrees_with_counting_by_hand(steps: list[tuple[str, int]]):
+    resident, held, peak, peak_set = floats(2), [], 0, []
+    held.append(resident)
+    with StorageTracker() as tracker:
+        for step, number in steps:
+            chosen = held[number % len(held)] if held else resident
+            if step == "new":
+                held.append(torch.ones(number))
+            elif step == "view":
+                held.append(chosen[: number // 2])
+            elif step == "out of place":
+                held.append(chosen + 1)
+            elif step == "in place":
+                chosen.mul_(2)
+            elif held:
+                held.pop(number % len(held))
+            del chosen
+            sizes = _bytes_by_hand(held, resident)
+            assert tracker.live_bytes == sum(sizes)
+            if sum(sizes) > peak:
+                peak, peak_set = sum(sizes), sizes
+    assert tracker.peak_bytes == peak
+    assert sorted(call.nbytes for call in tracker.peak_calls()) == sorted(peak_set)
+
+
+def _bytes_by_hand(held: list[Tensor], resident: Tensor) -> list[int]:
+    """Sizes of the distinct storages of ``held`` but ``resident``'s, by their addresses in C++."""
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    sizes.pop(resident.untyped_storage()._cdata, None)
+    return [-(-size // BLOCK) * BLOCK for size in sizes.values() if size]
