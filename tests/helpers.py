@@ -204,6 +204,18 @@ class ForwardCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class CallCounter(TorchDispatchMode):
+    """Count the operators that run on numbers, analysis on fake tensors left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += any(map(is_real, tree_leaves((args, kwargs))))
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass
 class _Live:
     bytes: int = 0
@@ -252,7 +264,11 @@ class LiveStorages(TorchDispatchMode):
 
 
 def peak_bytes(
-    program: Program, batch: Sequence[Any], module: nn.Module, microbatch: int | None
+    program: Program,
+    batch: Sequence[Any],
+    module: nn.Module,
+    microbatch: int | None,
+    dim: int = 0,
 ) -> int:
     """Peak of live storages over the forward and backward of ``program``.
 
@@ -266,7 +282,7 @@ def peak_bytes(
         with contextlib.ExitStack() as stack:
             if microbatch is not None:
                 stack.enter_context(koila_rl.limits(microbatch=microbatch))
-                wrapped = [koila_rl.lazy(value) for value in batch]
+                wrapped = [koila_rl.lazy(value, batch=dim) for value in batch]
             returned = program(module, *wrapped)
             (returned[0] if isinstance(returned, tuple) else returned).backward()
 

@@ -21,7 +21,7 @@ def test_a_split_loss_has_the_gradient_of_the_whole() -> None:
     x, y = torch.randn(11, 4).double(), torch.randn(11, 2).double()
     whole, split = _network(), _network()
     expected = (whole(x) - y).pow(2).mean()
-    expected.backward()  # type: ignore[no-untyped-call]
+    expected.backward()
 
     with koila_rl.limits(microbatch=3):
         observation, target = koila_rl.lazy(x, y)
