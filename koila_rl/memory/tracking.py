@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from koila_rl.recording.private import FakeTensor, TorchDispatchMode
+from koila_rl.recording.private import TorchDispatchMode
 
 __all__ = ["BLOCK_BYTES", "LiveCall", "StorageListener", "StorageTracker", "round_to_block"]
 
@@ -40,7 +40,7 @@ class StorageListener(Protocol):
     """What may follow a tracker's storages one by one, as an allocator does."""
 
     def allocated(self, key: int, nbytes: int, name: str) -> None:
-        """A storage came to life or grew; raising refuses it, and it is not counted."""
+        """A storage came to life or grew; ``torch.OutOfMemoryError`` refuses and uncounts it."""
 
     def freed(self, key: int, nbytes: int) -> None:
         """The storage last announced under this key died, or is about to change its size."""
@@ -72,8 +72,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``torch.from_numpy`` wraps. Autograd adds gradients out of place under any dispatch mode.
 
     Args:
-        listener: told of every storage counted and freed; may refuse one by raising, which
-            then leaves the operator's call before its result has escaped.
+        listener: told of every storage counted and freed; may refuse one by raising
+            ``torch.OutOfMemoryError``, which leaves the operator's call in place of its result.
         follow_fake: whether fake tensors count.
         record_timeline: keep ``(live_bytes, operator)`` after each call that made a storage.
     """
@@ -168,13 +168,20 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         before = _sizes(args, kwargs) if _may_resize(func) else None
         out = func(*args, **kwargs)
+        refusal = None
         try:
             self._see(out, func, args, kwargs, before)
-        except BaseException:
-            # The traceback keeps this frame: what was refused must not live on in it.
-            del out
-            raise
-        return out
+        except torch.OutOfMemoryError as error:
+            refusal = error.with_traceback(None)
+        if refusal is None:
+            return out
+        # Whoever catches this holds the traceback, and the traceback holds the frames: none of
+        # them may hold what was refused.
+        del out
+        try:
+            raise refusal
+        finally:
+            del refusal
 
     def _see(
         self,
@@ -227,7 +234,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _takes_memory(self, tensor: Tensor, storage: UntypedStorage) -> bool:
         if storage.device.type != "meta":
             return True
-        return self._follow_fake and isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+        # A fake tensor's storage is on meta, but the tensor says which device it stands for.
+        return self._follow_fake and tensor.device.type != "meta"
 
     def _follow(self, storage: UntypedStorage, maker: object, unbilled: int = 0) -> None:
         raw = storage.nbytes()
