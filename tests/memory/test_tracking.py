@@ -238,8 +238,8 @@ def _refusal_of_doubling(x: Tensor) -> tuple[str, set[int]] | None:
 
 
 def _tensors_held(error: BaseException) -> set[int]:
-    """The tensors that the frames of a traceback keep alive."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    """The tensors that the frames of a traceback below the caller keep alive."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
     values = [value for frame in frames for value in frame.f_locals.values()]
     inside = [item for value in values if isinstance(value, tuple) for item in value]
     return {id(value) for value in values + inside if isinstance(value, Tensor)}
