@@ -1,0 +1,86 @@
+"""Hyperparameters are dataclasses; this reads, checks, writes and restores them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from koila_rl.agents.schedules import Linear, Schedule, at
+from koila_rl.errors import ConfigurationError
+
+__all__ = ["check_ranges", "describe", "read", "restore"]
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+T = TypeVar("T", bound=_Dataclass)
+
+
+def read(kind: type[T], given: Mapping[str, Any], agent: str) -> T:
+    """The dataclass ``kind`` with ``given`` over its defaults.
+
+    Raises:
+        ConfigurationError: A name is unknown (near ones are named) or a value cannot be used.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+            raise ConfigurationError(f"{agent} has no hyperparameter {name!r}; {hint}")
+    return kind(**given)
+
+
+def check_ranges(values: Any, **bounds: tuple[float, float]) -> None:
+    """Check that each named field is a number, or a schedule starting, within its bounds."""
+    for name, (low, high) in bounds.items():
+        value: Schedule | None = getattr(values, name)
+        if value is None:
+            continue
+        try:
+            number = at(value, 1.0)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{name} is {value!r}, which is not a number") from error
+        if not low <= number <= high:
+            raise ConfigurationError(f"{name} is {number:g} but must be from {low:g} to {high:g}")
+
+
+def describe(values: Any) -> dict[str, Any]:
+    """Numbers, strings, lists and dicts that say what ``values`` are, fit for JSON.
+
+    A schedule that is a user's own function is written by its name and cannot be restored.
+    """
+    return {
+        field.name: _describe(getattr(values, field.name)) for field in dataclasses.fields(values)
+    }
+
+
+def restore(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What to hand to :func:`read`; functions that could not be written are left out."""
+    restored = {name: _restore(value) for name, value in description.items()}
+    return {name: value for name, value in restored.items() if value is not _LOST}
+
+
+_LOST = object()
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, Linear):
+        return {"linear": [value.start, value.end]}
+    if callable(value):
+        return {"function": getattr(value, "__qualname__", repr(value))}
+    if isinstance(value, tuple):
+        return list(value)
+    return value
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Linear(*value["linear"]) if "linear" in value else _LOST
+    if isinstance(value, list):
+        return tuple(value)
+    return value
