@@ -1,0 +1,391 @@
+"""Analyse one call: its outputs, what it does with the batch axis, and the steps that replay it.
+
+Each call is run on fake tensors at two minibatch sizes. Literal integers that equal a multiple
+of N, and captured tensors with N rows, may or may not follow the minibatch; the second size
+settles it, by trying.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from koila_rl.recording.layouts import Layout, scaled_layout
+from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths_of
+from koila_rl.recording.rules import WHOLE, Use
+from koila_rl.recording.sizes import BatchInt
+from koila_rl.recording.template import fill, integers, replace_integers
+from koila_rl.recording.trace import LOCK, Trace, fake_like, quiet_fakes, trace
+from koila_rl.recording.values import Meta, intern, scaled, second_size
+
+__all__ = ["CallInfo", "NeedsValuesError", "analyse", "describe_function"]
+
+
+class NeedsValuesError(Exception):
+    """The call looks at values, or fake tensors cannot run it; it must run on real ones."""
+
+
+@dataclass(slots=True)
+class CallInfo:
+    """What every call of this form has in common.
+
+    ``metas`` describe the output tensors; ``out`` is the returned structure with fake tensors.
+    ``func(*args, **kwargs)`` from ``template`` is the call as it was written; ``steps`` replay
+    it on microbatches, numbering inputs first; ``results`` are the numbers of the outputs.
+    """
+
+    func: Any
+    template: tuple[Any, Any]
+    name: str
+    metas: list[Meta]
+    paths: list[tuple[Any, ...]]
+    out: Any
+    steps: list[Step]
+    results: tuple[int, ...]
+    n: int
+    random: bool = False
+    autocast: bool = False
+    aliases: list[int | None] = field(default_factory=list)
+    same: list[int | None] = field(default_factory=list)
+    writes: tuple[int, ...] = ()
+    exploded: bool = False
+    mixes: bool = False
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One reading of the call: which literals and captured dimensions follow the minibatch."""
+
+    template: tuple[Any, Any]
+    metas: list[Meta]
+
+
+def describe_function(func: Any) -> str:
+    name = getattr(func, "__name__", None) or getattr(func, "name", None) or str(func)
+    if callable(name):
+        name = name()
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return str(name).strip("_")
+
+
+def analyse(
+    func: Any, template: tuple[Any, Any], metas: list[Meta], consts: list[Any], n: int, batched: int
+) -> CallInfo:
+    """Analyse ``func`` on inputs like ``metas`` in a program of minibatch size n.
+
+    ``batched`` counts the inputs from a minibatch of n; without any the call is global.
+    Raises `NeedsValuesError` where the call must see values.
+    """
+    with LOCK, quiet_fakes():
+        first = _trace_at(func, template, metas, consts, n, second=False)
+        info = _describe(func, template, metas, first, n)
+        if info.writes or n <= 1:
+            info.steps = [_native(info, "global", len(metas), {}, None)]
+            return info
+        if not batched:
+            _second_shapes(info, template, metas, consts)
+            info.steps = [_native(info, "global", len(metas), {}, None)]
+            info.steps[0].ops = _operators(first, metas)
+            return info
+        return _best(info, first, template, metas, consts)
+
+
+def _trace_at(
+    func: Any, template: Any, metas: list[Meta], consts: list[Any], n: int, second: bool
+) -> _Traced:
+    leaves = []
+    for meta in metas:
+        shape, stride = (meta.shape2, meta.stride2) if second else (meta.shape, meta.stride)
+        leaves.append(fake_like(shape, stride, meta.dtype, meta.device, meta.requires_grad))
+    size = second_size(n) if second else n
+    args, kwargs = fill(template, leaves, consts, size)
+    try:
+        result = trace(lambda: func(*args, **kwargs))
+    except Exception as reason:
+        raise NeedsValuesError(f"{describe_function(func)}: {reason}") from reason
+    return _Traced(leaves, result)
+
+
+@dataclass(slots=True)
+class _Traced:
+    leaves: list[Tensor]
+    trace: Trace
+
+
+def _describe(func: Any, template: Any, metas: list[Meta], first: _Traced, n: int) -> CallInfo:
+    outs = [x for x in tree_leaves(first.trace.out) if isinstance(x, Tensor)]
+    paths = paths_of(first.trace.out)
+    if len(paths) != len(outs):
+        raise NeedsValuesError(f"{describe_function(func)} returns an unknown structure")
+    storages = {leaf.untyped_storage()._cdata: k for k, leaf in enumerate(first.leaves)}
+    written = set()
+    for record in first.trace.records:
+        for argument, x in zip(record.func._schema.arguments, record.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in tree_leaves(x):
+                    if isinstance(leaf, Tensor):
+                        written.add(leaf.untyped_storage()._cdata)
+    return CallInfo(
+        func=func,
+        template=template,
+        name=describe_function(func),
+        metas=[_meta(x, n) for x in outs],
+        paths=paths,
+        out=first.trace.out,
+        steps=[],
+        results=tuple(range(len(metas), len(metas) + len(outs))),
+        n=n,
+        random=any(
+            torch.Tag.nondeterministic_seeded in record.func.tags for record in first.trace.records
+        ),
+        aliases=[storages.get(x.untyped_storage()._cdata) for x in outs],
+        same=[next((k for k, y in enumerate(first.leaves) if y is x), None) for x in outs],
+        writes=tuple(k for cdata, k in storages.items() if cdata in written),
+    )
+
+
+def _meta(x: Tensor, n: int, layout: Layout | None = None, other: Tensor | None = None) -> Meta:
+    shape, stride = tuple(x.shape), tuple(x.stride())
+    shape2 = tuple(other.shape) if other is not None else shape
+    stride2 = tuple(other.stride()) if other is not None else stride
+    return intern(
+        Meta(shape, stride, x.dtype, x.device, x.requires_grad, layout, n, shape2, stride2)
+    )
+
+
+def _native(
+    info: CallInfo, kind: str, inputs: int, uses: dict[int, Use], reduction: Any
+) -> Step:
+    """The call as it was written, as one step."""
+    outs = [x for x in tree_leaves(info.out) if isinstance(x, Tensor)]
+    return Step(
+        kind=kind, func=info.func, template=info.template,
+        operands=tuple((k, uses.get(k, WHOLE)) for k in range(inputs)),
+        outputs=info.results, paths=tuple(info.paths),
+        layouts=tuple(meta.layout for meta in info.metas),
+        requires_grad=tuple(x.requires_grad for x in outs), name=info.name,
+        reduction=reduction, random=info.random, autocast=None,
+        bytes_per_sample=sum(meta.nbytes for meta in info.metas) // max(info.n, 1),
+    )  # fmt: skip
+
+
+def _second_shapes(info: CallInfo, template: Any, metas: list[Meta], consts: list[Any]) -> None:
+    """A global call may still have shapes that depend on N, as ``(x.T @ x).expand(N, ...)``."""
+    if all(meta.shape == meta.shape2 for meta in metas) and not _sizes_in(template):
+        return
+    try:
+        second = _trace_at(info.func, template, metas, consts, info.n, second=True)
+    except NeedsValuesError:
+        return
+    outs = [x for x in tree_leaves(info.out) if isinstance(x, Tensor)]
+    others = [x for x in tree_leaves(second.trace.out) if isinstance(x, Tensor)]
+    if len(outs) == len(others):
+        info.metas = [
+            _meta(x, info.n, scaled_layout(x.shape, y.shape, info.n, second_size(info.n)), y)
+            for x, y in zip(outs, others, strict=True)
+        ]
+
+
+def _sizes_in(template: Any) -> bool:
+    return any(isinstance(leaf, BatchInt) for leaf in tree_leaves(template))
+
+
+def _operators(first: _Traced, metas: list[Meta]) -> tuple[Any, ...]:
+    """Operators of a global call with value numbers, for the test of linearity."""
+    numbers = {id(leaf): k for k, leaf in enumerate(first.leaves)}
+    outs = [x for x in tree_leaves(first.trace.out) if isinstance(x, Tensor)]
+    fixed = {id(x): len(metas) + k for k, x in enumerate(outs)}
+    fresh = itertools.count(len(metas) + len(outs))
+    ops = []
+    for record in first.trace.records:
+        ins = tuple(
+            numbers[id(x)]
+            for x in tree_leaves((record.args, record.kwargs))
+            if isinstance(x, Tensor) and id(x) in numbers
+        )
+        results = []
+        for x in record.outs:
+            numbers[id(x)] = fixed.get(id(x)) or next(fresh)
+            results.append(numbers[id(x)])
+        ops.append((record.func._schema.name.partition("::")[2], ins, tuple(results)))
+    return tuple(ops)
+
+
+def _attempts(template: Any, metas: list[Meta], n: int) -> Iterator[Attempt]:
+    """Readings in order of likelihood: nothing else follows the minibatch, then something."""
+    literals = [k for k, x in enumerate(integers(template)) if x > 1 and x % n == 0]
+    foreign = [
+        (k, dim)
+        for k, meta in enumerate(metas)
+        if meta.shape == meta.shape2
+        for dim, size in enumerate(meta.shape)
+        if size and size % n == 0
+    ]
+    firsts: dict[int, int] = {}
+    for k, dim in foreign:
+        firsts.setdefault(k, dim)
+    dim_choices: list[dict[int, int]] = [{}]
+    if firsts:
+        dim_choices += [firsts] if len(firsts) > 1 else []
+        dim_choices += [{k: dim} for k, dim in foreign]
+    literal_choices: list[tuple[int, ...]] = [()]
+    for count in range(1, min(len(literals), 3) + 1):
+        literal_choices += list(itertools.combinations(literals, count))
+    pairs = sorted(
+        itertools.product(range(len(literal_choices)), range(len(dim_choices))), key=sum
+    )
+    for which, dims in pairs[:24]:
+        yield _reading(template, metas, literal_choices[which], dim_choices[dims], n)
+
+
+def _reading(
+    template: Any, metas: list[Meta], literals: tuple[int, ...], dims: dict[int, int], n: int
+) -> Attempt:
+    counter = itertools.count()
+
+    def change(x: int) -> int:
+        if next(counter) not in literals:
+            return x
+        c = x // n
+        return BatchInt(x, lambda size: c * size, f"({c}*n)")
+
+    changed = replace_integers(template, change) if literals else template
+    scaled_metas = list(metas)
+    for k, dim in dims.items():
+        meta = metas[k]
+        size = meta.shape[dim] // n * second_size(n)
+        shape2, stride2 = scaled(meta.shape, meta.stride, dim, size)
+        scaled_metas[k] = Meta(
+            meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad, None, meta.n,
+            shape2, stride2, meta.row_index,
+        )  # fmt: skip
+    return Attempt(changed, scaled_metas)
+
+
+def _best(
+    info: CallInfo, first: _Traced, template: Any, metas: list[Meta], consts: list[Any]
+) -> CallInfo:
+    """The first reading under which the call splits; else the best that is right."""
+    fallback: CallInfo | None = None
+    for attempt in _attempts(template, metas, info.n):
+        found = _try(info, first, attempt, consts)
+        if found is None:
+            continue
+        if not found.mixes:
+            return found
+        if fallback is None or len(fallback.steps) == 1 < len(found.steps):
+            fallback = found
+    if fallback is not None:
+        return fallback
+    info.steps = [_native(info, "global", len(metas), {}, None)]
+    info.mixes = True
+    return info
+
+
+def _try(
+    info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]
+) -> CallInfo | None:
+    try:
+        second = _trace_at(info.func, attempt.template, attempt.metas, consts, info.n, second=True)
+    except NeedsValuesError:
+        return None
+    outs = [x for x in tree_leaves(first.trace.out) if isinstance(x, Tensor)]
+    others = [x for x in tree_leaves(second.trace.out) if isinstance(x, Tensor)]
+    if len(outs) != len(others):
+        return None
+    flow = Propagation(info.n, second_size(info.n))
+    for meta, a, b in zip(attempt.metas, first.leaves, second.leaves, strict=True):
+        flow.declare(a, b, meta.layout, meta.row_index)
+    flow.wanted = {id(x) for x in outs}
+    try:
+        flow.run(first.trace.records, second.trace.records)
+        blocked = flow.blocked
+    except CannotExplode as reason:
+        blocked, flow.plain = str(reason), False
+    layouts = [flow.layouts.get(id(x)) for x in outs]
+    known = all(id(x) in flow.values for x in outs)
+    new = _copy(info, attempt.template)
+    if flow.plain and known and _plain_fits(new, flow, outs, others, layouts, consts, attempt):
+        kind = "reduce" if flow.reduction is not None else "split"
+        if all(layout is None for layout in layouts) and kind == "split":
+            kind = "global"
+        new.steps = [_native(new, kind, len(attempt.metas), flow.input_uses, flow.reduction)]
+        return new
+    if blocked is None and known:
+        new.metas = [_meta(x, info.n, layout, y)
+                     for x, y, layout in zip(outs, others, layouts, strict=True)]  # fmt: skip
+        new.steps = flow.steps
+        new.results = tuple(flow.values[id(x)] for x in outs)
+        new.exploded = True
+        new.mixes = any(_mixes(step, flow) for step in flow.steps)
+        return new
+    return _mixing(new, outs, others, len(attempt.metas))
+
+
+def _mixes(step: Step, flow: Propagation) -> bool:
+    if step.kind != "global":
+        return False
+    batched = {number for x, number in flow.values.items() if flow.layouts[x] is not None}
+    return any(number in batched for number, _ in step.operands)
+
+
+def _mixing(info: CallInfo, outs: list[Tensor], others: list[Tensor], inputs: int) -> CallInfo:
+    """Run the call once on the whole minibatch; its result is batched again where it has rows."""
+    n2 = second_size(info.n)
+    info.metas = [
+        _meta(x, info.n, scaled_layout(x.shape, y.shape, info.n, n2), y)
+        for x, y in zip(outs, others, strict=True)
+    ]
+    info.steps = [_native(info, "global", inputs, {}, None)]
+    info.mixes = True
+    return info
+
+
+def _copy(info: CallInfo, template: Any) -> CallInfo:
+    return CallInfo(
+        info.func, template, info.name, list(info.metas), info.paths, info.out, [], info.results,
+        info.n, info.random, info.autocast, info.aliases, info.same, info.writes,
+    )  # fmt: skip
+
+
+def _plain_fits(
+    info: CallInfo,
+    flow: Propagation,
+    outs: list[Tensor],
+    others: list[Tensor],
+    layouts: list[Layout | None],
+    consts: list[Any],
+    attempt: Attempt,
+) -> bool:
+    """Set the output descriptions; try the call on one sample too, where shapes may collapse."""
+    info.metas = [_meta(x, info.n, layout, y)
+                  for x, y, layout in zip(outs, others, layouts, strict=True)]  # fmt: skip
+    leaves = []
+    for k, meta in enumerate(attempt.metas):
+        use = flow.input_uses.get(k, Use(meta.layout))
+        shape, stride = meta.shape, meta.stride
+        if use.layout is not None:
+            shape, stride = scaled(shape, stride, use.layout.dim, use.layout.factor)
+        leaves.append(fake_like(shape, stride, meta.dtype, meta.device, meta.requires_grad))
+    args, kwargs = fill(attempt.template, leaves, consts, 1)
+    try:
+        single = trace(lambda: info.func(*args, **kwargs))
+    except Exception:
+        return False
+    ones = [x for x in tree_leaves(single.out) if isinstance(x, Tensor)]
+    if len(ones) != len(outs):
+        return False
+    for x, y, layout in zip(outs, ones, layouts, strict=True):
+        expected = list(x.shape)
+        if layout is not None:
+            expected[layout.dim] = layout.factor
+        if list(y.shape) != expected:
+            return False
+    return True

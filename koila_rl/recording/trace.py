@@ -1,0 +1,95 @@
+"""Run a call on fake tensors and write down the aten operators it consists of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from koila_rl.recording.private import FakeTensorMode, TorchDispatchMode
+
+__all__ = ["FAKE", "LOCK", "OpRecord", "Trace", "fake_like", "trace"]
+
+# Fake tensor modes are not thread-safe; one mode and one lock serve the process.
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+LOCK = threading.RLock()
+
+# Left by autograd's bookkeeping or queries; they compute nothing.
+_SILENT = {"prim::device", "prim::layout", "aten::_local_scalar_dense_"}
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """One aten call: the operator, its arguments and results as fake tensors."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+    @property
+    def outs(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.out) if isinstance(leaf, Tensor)]
+
+
+@dataclass(slots=True)
+class Trace:
+    """The operators of one call and what the call returned."""
+
+    records: list[OpRecord]
+    out: Any
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[OpRecord] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func._schema.name not in _SILENT:
+            self.records.append(OpRecord(func, args, kwargs, out))
+        return out
+
+
+def trace(call: Callable[[], Any]) -> Trace:
+    """Run ``call``, whose tensors are fake, and record its operators."""
+    recorder = _Recorder()
+    with FAKE, recorder:
+        out = call()
+    return Trace(recorder.records, out)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """A failed trial on fake tensors is an answer here, not an error worth a log line."""
+    import logging
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def fake_like(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Tensor:
+    with FAKE:
+        fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return fake.requires_grad_() if requires_grad else fake

@@ -1,0 +1,170 @@
+"""What a recorded value is: its description, the call it came from, and its cached results.
+
+References point only to older things: tensor -> node -> call -> nodes. Nothing needs the
+garbage collector to go away.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from koila_rl.recording.layouts import Layout
+
+if TYPE_CHECKING:
+    from koila_rl.recording.analysis import CallInfo
+
+__all__ = ["Call", "Captured", "Meta", "Node", "Rows", "Source", "meta_of", "second_size"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Shape, strides, type and layout of a value at minibatch size ``n`` and at ``n2``.
+
+    ``n`` is 0 for values that have nothing to do with a minibatch (captured tensors).
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    layout: Layout | None
+    n: int
+    shape2: tuple[int, ...]
+    stride2: tuple[int, ...]
+    row_index: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+_INTERNED: dict[Meta, Meta] = {}
+
+
+def intern(meta: Meta) -> Meta:
+    """The one object for equal descriptions, so that keys compare by identity."""
+    if len(_INTERNED) > 100_000:
+        _INTERNED.clear()
+    return _INTERNED.setdefault(meta, meta)
+
+
+def second_size(n: int) -> int:
+    """A prime above n: the size at which each call is tried again. Coprime by construction."""
+    candidate = max(n + 1, 3)
+    while any(candidate % d == 0 for d in range(2, int(candidate**0.5) + 1)):
+        candidate += 1
+    return candidate
+
+
+def scaled(shape: tuple[int, ...], stride: tuple[int, ...], dim: int, size: int) -> Any:
+    """Shape and strides with dimension ``dim`` of another size, memory order kept."""
+    new_shape = (*shape[:dim], size, *shape[dim + 1 :])
+    new_stride = list(stride)
+    base = stride[dim] * shape[dim]
+    for d, step in enumerate(stride):
+        if d != dim and shape[dim] and step >= base > 0 and step % base == 0:
+            new_stride[d] = step // base * stride[dim] * size
+    return new_shape, tuple(new_stride)
+
+
+def meta_of(tensor: Tensor, n: int = 0, layout: Layout | None = None) -> Meta:
+    """Describe a real tensor; with ``layout``, as a minibatch of n samples."""
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    shape2, stride2 = shape, stride
+    if layout is not None:
+        size = layout.factor * second_size(n)
+        shape2, stride2 = scaled(shape, stride, layout.dim, size)
+    return intern(
+        Meta(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, layout, n,
+             shape2, stride2)  # fmt: skip
+    )
+
+
+class Rows(Protocol):
+    """A minibatch whose rows are delivered when a microbatch runs.
+
+    ``shape`` describes all N rows along ``dim``; ``read(start, stop)`` returns rows
+    ``start:stop`` on ``device``; ``check()`` raises `StaleValueError` if the storage behind
+    them has been overwritten.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    dim: int
+
+    def read(self, start: int, stop: int) -> Tensor: ...
+
+    def check(self) -> None: ...
+
+
+_sequence = itertools.count()
+
+
+class Source:
+    """A wrapped minibatch: a real tensor, or rows that are read on demand."""
+
+    __slots__ = ("data", "meta", "pointer", "rows", "sequence", "version")
+
+    def __init__(self, data: Tensor | None, rows: Rows | None, meta: Meta) -> None:
+        self.data = data
+        self.rows = rows
+        self.meta = meta
+        self.sequence = next(_sequence)
+        self.version = data._version if data is not None and not data.is_inference() else 0
+        self.pointer = data.data_ptr() if data is not None else 0
+
+
+class Captured:
+    """A real tensor that a recorded call took by reference, and its version at that time."""
+
+    __slots__ = ("pointer", "steps", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, steps: int) -> None:
+        self.tensor = tensor
+        self.version = 0 if tensor.is_inference() else tensor._version
+        self.pointer = tensor.data_ptr() if tensor.layout == torch.strided else 0
+        self.steps = steps
+
+
+class Call:
+    """One recorded call: its analysis, its inputs and constants, and its place in time."""
+
+    __slots__ = ("consts", "grad", "info", "inputs", "random", "sequence", "state", "where")
+
+    def __init__(
+        self, info: CallInfo, inputs: list[Node | Captured], consts: list[Any], grad: bool
+    ) -> None:
+        self.info = info
+        self.inputs = inputs
+        self.consts = consts
+        self.grad = grad
+        self.sequence = next(_sequence)
+        self.where: tuple[str, int] | None = None
+        self.state: dict[str, Any] | None = None
+        self.random: dict[Any, Any] | None = None
+
+
+class Node:
+    """One recorded value: output ``index`` of ``call``, or a source.
+
+    ``value`` is the detached result once computed; ``attached`` the result with its graph.
+    """
+
+    __slots__ = ("__weakref__", "attached", "call", "index", "meta", "value")
+
+    def __init__(self, call: Call | Source, index: int, meta: Meta) -> None:
+        self.call = call
+        self.index = index
+        self.meta = meta
+        self.value: Tensor | None = None
+        self.attached: Tensor | None = None
