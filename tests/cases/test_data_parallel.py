@@ -26,12 +26,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def minibatch(rank: int) -> Tensor:
-    return torch.randn(SIZES[rank], 1, generator=torch.Generator().manual_seed(rank)).double()
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(SIZES[rank], 1, generator=generator, dtype=torch.float64)
 
 
 def model() -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(1, 1).double()
+    return nn.Linear(1, 1, dtype=torch.float64)
 
 
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:
