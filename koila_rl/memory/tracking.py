@@ -59,7 +59,7 @@ class _Entry(weakref.ref[UntypedStorage]):
     unbilled: int  # blocks that existed at entry and count zero
 
 
-class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageTracker(TorchDispatchMode):
     """Context manager: follows the storages that operators make in this thread.
 
     Counted is every storage that an operator returns while the context is active, in whole
