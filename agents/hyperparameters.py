@@ -26,12 +26,18 @@ def read(kind: type[T], given: Mapping[str, Any], agent: str) -> T:
     Raises:
         ConfigurationError: A name is unknown (near ones are named) or a value cannot be used.
     """
-    names = [field.name for field in dataclasses.fields(kind)]
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name, value in given.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(fields)}"
             raise ConfigurationError(f"{agent} has no hyperparameter {name!r}; {hint}")
+        # Annotations are strings in every module of this project.
+        expected = {"int": int, "bool": bool}.get(str(fields[name].type))
+        if expected and (
+            not isinstance(value, expected) or isinstance(value, bool) != (expected is bool)
+        ):
+            raise ConfigurationError(f"{name} is {value!r} but must be of type {expected.__name__}")
     return kind(**given)
 
 

@@ -341,7 +341,11 @@ class PPO:
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "auto") -> PPO:
         """An agent that acts as the saved one did; it has no environment to learn on."""
-        state = load_state(path)
+        return cls.from_state(load_state(path), device)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device | str = "auto") -> PPO:
+        """As :meth:`load`, from what the file holds."""
         agent = cls.__new__(cls)
         agent.env = None
         values = _read(hyperparameters.restore(state["hyperparameters"]))

@@ -1,0 +1,209 @@
+"""``koila-rl train`` and ``koila-rl evaluate``.
+
+Everything a person can get wrong ends in one line on stderr and exit code 2, with nothing
+written.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from koila_rl.errors import ConfigurationError, KoilaError
+
+__all__ = ["main"]
+
+
+@dataclass
+class Train:
+    """Train an agent and leave a folder of results. Hyperparameters are flags as well."""
+
+    env: str
+    """Name of a gymnasium environment, such as CartPole-v1."""
+    agent: str = "ppo"
+    """Which algorithm."""
+    total_timesteps: int = 100_000
+    """Environment steps to learn from."""
+    seed: int = 0
+    """Of weights, actions, minibatches and environments."""
+    n_envs: int | None = None
+    """Environments side by side; the preset's number if not given."""
+    device: str = "auto"
+    """auto, cpu, cuda, …"""
+    memory: str = "auto"
+    """What an update may take: bytes, 64MiB, 2GiB, or a fraction of what is free such as 0.5."""
+    microbatch: int | None = None
+    """Samples that run at once; planned from the memory if not given."""
+    run_dir: Path | None = None
+    """Folder of the run; a fresh one in runs/ if not given."""
+    resume: Path | None = None
+    """Folder of a run to go on with."""
+    progress: bool = True
+    """Whether to show a progress bar."""
+
+
+@dataclass
+class Evaluate:
+    """Play whole episodes with the agent of a run and print how it did."""
+
+    run: Path
+    """Folder of the run."""
+    episodes: int = 20
+    """How many."""
+    seed: int = 0
+    """Of the environments."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KoilaError as error:
+        print(f"koila-rl: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("koila-rl: interrupted; what was learned so far is saved", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    # Imported here, since tyro is needed for the command line only.
+    import tyro
+
+    arguments, hyperparameters = _take_hyperparameters(arguments)
+    command, unknown = tyro.cli(
+        Annotated[Train, tyro.conf.subcommand("train", description=_train_help())]
+        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")],
+        prog="koila-rl",
+        args=arguments,
+        return_unknown_args=True,
+        config=(tyro.conf.PositionalRequiredArgs,),
+    )
+    if unknown:
+        raise ConfigurationError(_unknown(unknown[0], command))
+    if isinstance(command, Train):
+        return _train(command, hyperparameters)
+    if hyperparameters:
+        raise ConfigurationError(f"evaluate takes no hyperparameters, but got {hyperparameters}")
+    return _evaluate(command)
+
+
+def _train(command: Train, hyperparameters: dict[str, Any]) -> int:
+    import koila_rl
+
+    with koila_rl.limits(microbatch=command.microbatch):
+        result = koila_rl.train(
+            command.env,
+            command.agent,
+            command.total_timesteps,
+            seed=command.seed,
+            n_envs=command.n_envs,
+            device=command.device,
+            memory=_number(command.memory),
+            run_dir=command.run_dir,
+            progress=command.progress,
+            resume=command.resume,
+            **hyperparameters,
+        )
+    print(f"Play it: koila-rl evaluate {result.run_dir}")
+    return 0
+
+
+def _evaluate(command: Evaluate) -> int:
+    import koila_rl
+    from koila_rl.training import read_config
+
+    config = read_config(command.run)
+    if not config["env_is_name"]:
+        raise ConfigurationError(
+            f"{command.run} was trained on {config['env']}, which has no name to make it by; "
+            "use koila_rl.evaluate(koila_rl.load(run), env)"
+        )
+    result = koila_rl.evaluate(
+        koila_rl.load(command.run),
+        config["env"],
+        command.episodes,
+        command.seed,
+        env_kwargs=config["env_kwargs"],
+    )
+    print(f"{config['env']}: {result}")
+    return 0
+
+
+def _hyperparameter_defaults() -> dict[str, Any]:
+    from koila_rl.agents.ppo import Hyperparameters
+
+    return {field.name: field.default for field in fields(Hyperparameters)}
+
+
+def _train_help() -> str:
+    flags = ", ".join(
+        f"--{name.replace('_', '-')} ({default})"
+        for name, default in _hyperparameter_defaults().items()
+    )
+    return (
+        "Train an agent and leave a folder of results. Hyperparameters are flags as well, named "
+        f"as in Stable-Baselines3, with these defaults: {flags}. 'linear:1e-3' falls from 1e-3 "
+        "to 0. Environments with a preset start from that."
+    )
+
+
+def _take_hyperparameters(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split off ``--name value`` and ``--name=value`` of hyperparameters."""
+    names = _hyperparameter_defaults()
+    rest: list[str] = []
+    taken: dict[str, Any] = {}
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in names:
+            rest.append(argument)
+            continue
+        if not equals:
+            value = next(remaining, "")
+            if not value or value.startswith("--"):
+                raise ConfigurationError(f"{flag} needs a value")
+        taken[name] = _value(flag, value)
+    return rest, taken
+
+
+def _value(flag: str, text: str) -> Any:
+    from koila_rl.agents.schedules import Linear
+
+    try:
+        if text.startswith("linear:"):
+            return Linear(float(text.removeprefix("linear:")))
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise ConfigurationError(
+            f"{flag} is {text!r}; give a number, True, False, None, a tuple such as 64,64, or "
+            "linear:NUMBER"
+        ) from error
+
+
+def _number(text: str) -> int | float | str:
+    """Bytes and fractions as numbers, everything else as it is."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _unknown(argument: str, command: Train | Evaluate) -> str:
+    flags = [field.name for field in fields(command)]
+    if isinstance(command, Train):
+        flags += _hyperparameter_defaults()
+    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+    near = difflib.get_close_matches(name, flags, n=3)
+    hint = ", ".join(f"--{flag.replace('_', '-')}" for flag in near)
+    return f"unknown argument {argument!r}" + (f"; did you mean {hint}?" if near else "")

@@ -1,0 +1,104 @@
+"""How well an agent plays: whole episodes, without learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from koila_rl.envs import EnvironmentLike, Episode, VectorEnvironment, make_environment
+from koila_rl.errors import ConfigurationError
+
+__all__ = ["Evaluation", "evaluate"]
+
+_SIDE_BY_SIDE = 20
+
+
+class Actor(Protocol):
+    """Whoever can act."""
+
+    def act(self, observation: Any, deterministic: bool = False) -> NDArray[Any]:
+        """Actions for several observations stacked."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Returns and lengths of the episodes played, one entry an episode."""
+
+    returns: tuple[float, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean return."""
+        return float(np.mean(self.returns))
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the returns over the episodes."""
+        return float(np.std(self.returns))
+
+    def __str__(self) -> str:
+        """One line: mean ± deviation and the range."""
+        low, high = min(self.returns), max(self.returns)
+        return (
+            f"{len(self.returns)} episodes: mean return {self.mean:.1f} ± {self.std:.1f}, "
+            f"from {low:.1f} to {high:.1f}"
+        )
+
+
+def evaluate(
+    agent: Actor,
+    env: EnvironmentLike,
+    episodes: int = 20,
+    seed: int = 0,
+    *,
+    deterministic: bool = True,
+    env_kwargs: dict[str, Any] | None = None,
+) -> Evaluation:
+    """Play ``episodes`` whole episodes of ``env``, up to 20 side by side.
+
+    Each environment plays a number of episodes fixed beforehand. Taking the first ones to finish
+    instead would prefer short episodes.
+
+    Raises:
+        ConfigurationError: ``episodes`` is below 1 or the environment cannot be made.
+    """
+    if episodes < 1:
+        raise ConfigurationError(f"episodes is {episodes} but must be at least 1")
+    with _environment(env, min(episodes, _SIDE_BY_SIDE), env_kwargs) as vector:
+        quota = np.full(vector.n_envs, episodes // vector.n_envs)
+        quota[: episodes % vector.n_envs] += 1
+        played: list[Episode] = []
+        observation = vector.reset(seed=seed)
+        while quota.any():
+            step = vector.step(agent.act(observation, deterministic=deterministic))
+            observation = step.observation
+            ended = np.flatnonzero(step.terminated | step.truncated)
+            for i, episode in zip(ended, step.episodes, strict=True):
+                if quota[i] > 0:
+                    quota[i] -= 1
+                    played.append(episode)
+    return Evaluation(
+        tuple(episode.total_reward for episode in played),
+        tuple(episode.length for episode in played),
+    )
+
+
+@contextmanager
+def _environment(
+    env: EnvironmentLike, n_envs: int, env_kwargs: dict[str, Any] | None
+) -> Iterator[VectorEnvironment]:
+    """An environment of our own is closed afterwards; the caller's is left open."""
+    if isinstance(env, str) or callable(env):
+        ours = make_environment(env, n_envs, env_kwargs)
+        try:
+            yield ours
+        finally:
+            ours.close()
+    else:
+        yield make_environment(env, None, env_kwargs)

@@ -1,0 +1,241 @@
+"""``train(...)``: an environment and a name in, a trained agent and a folder of results out."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import koila_rl
+from koila_rl.agents import hyperparameters as hyper
+from koila_rl.agents.interface import Progress
+from koila_rl.agents.ppo import PPO
+from koila_rl.agents.presets import preset
+from koila_rl.checkpoint import load_state, write_atomically
+from koila_rl.envs import EnvironmentLike
+from koila_rl.errors import ConfigurationError
+from koila_rl.metrics import RunLog, draw_learning_curve, read_episodes
+from koila_rl.progress import Display
+
+__all__ = ["AGENTS", "TrainResult", "load", "read_config", "train"]
+
+AGENTS: dict[str, type[PPO]] = {"ppo": PPO}
+
+Callback = Callable[[Progress], "bool | None"]
+
+_SAVES = 20
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What :func:`train` came to."""
+
+    agent: PPO
+    returns: tuple[float, ...]
+    """Return of each episode that ended, oldest first."""
+    run_dir: Path
+    plan: koila_rl.Plan | None
+    """The plan of the last update: how many samples ran at once, and the memory they took."""
+
+
+def train(
+    env: EnvironmentLike,
+    agent: str = "ppo",
+    total_timesteps: int = 100_000,
+    *,
+    seed: int = 0,
+    n_envs: int | None = None,
+    env_kwargs: dict[str, Any] | None = None,
+    device: torch.device | str = "auto",
+    memory: int | float | str = "auto",
+    run_dir: str | Path | None = None,
+    progress: bool = True,
+    callbacks: Iterable[Callback] = (),
+    resume: str | Path | None = None,
+    **hyperparameters: Any,
+) -> TrainResult:
+    """Learn ``env`` and leave a folder with everything that came of it.
+
+    Args:
+        env: Name of a gymnasium environment, an environment, a function that makes one, or a
+            vector environment.
+        agent: ``"ppo"``.
+        total_timesteps: Environment steps to learn from.
+        seed: Of everything random.
+        n_envs: Environments side by side; the preset's number where not said.
+        env_kwargs: For the environment, where it is a name.
+        device: ``"auto"`` keeps small networks on the CPU.
+        memory: What an update may take above what is resident: bytes, ``"2GiB"``, a fraction of
+            what is free, or ``"auto"`` for what is free.
+        run_dir: Folder of the run; a fresh one in ``runs/`` where not said.
+        progress: Whether to show a progress bar and a table at the end.
+        callbacks: Called with a ``Progress`` after each update; False ends learning.
+        resume: Folder of a run to go on with. Environments start new episodes.
+        hyperparameters: Named as in Stable-Baselines3. They go before the preset of the
+            environment, where there is one (``koila_rl.agents.presets``).
+
+    The folder holds ``config.json``, ``metrics.csv``, ``episodes.csv``, ``tensorboard/``,
+    ``agent.pt``, ``learning_curve.png`` and ``plan.txt``. An interrupted run leaves them too.
+
+    Raises:
+        ConfigurationError: An argument cannot be used; nothing has been written.
+        UnsupportedError: So is a space or autoreset mode.
+    """
+    if total_timesteps < 1:
+        raise ConfigurationError(f"total_timesteps is {total_timesteps} but must be at least 1")
+    kind = _agent_named(agent)
+    state = None if resume is None else load_state(Path(resume) / "agent.pt")
+    settings = preset(agent, env)
+    if resume is not None and state is not None:
+        settings = hyper.restore(state["hyperparameters"])
+        settings["n_envs"] = read_config(Path(resume))["n_envs"]
+    environments = settings.pop("n_envs", None)
+    if isinstance(env, str) or callable(env):
+        n_envs = n_envs or environments
+    settings.update(hyperparameters)
+    with contextlib.ExitStack() as stack:
+        if memory != "auto":
+            stack.enter_context(koila_rl.limits(memory=memory))
+        learner = kind(
+            env, n_envs=n_envs, env_kwargs=env_kwargs, seed=seed, device=device, **settings
+        )
+        if state is not None:
+            learner.restore(state)
+        assert learner.env is not None
+        if isinstance(env, str) or callable(env):
+            stack.callback(learner.env.close)
+        run_dir = _choose_run_dir(run_dir, resume, env, agent, seed)
+        config = {
+            "env": env if isinstance(env, str) else repr(env),
+            "env_is_name": isinstance(env, str),
+            "env_kwargs": env_kwargs or {},
+            "agent": agent,
+            "total_timesteps": total_timesteps,
+            "seed": seed,
+            "n_envs": learner.env.n_envs,
+            "device": str(learner.device),
+            "device_reason": learner.device_reason,
+            "memory": memory,
+            "hyperparameters": hyper.describe(learner.hyperparameters),
+            "versions": {name: version(name) for name in ("koila-rl", "torch", "gymnasium")},
+        }
+        _write_json(run_dir / "config.json", config)
+        return _learn(learner, total_timesteps, run_dir, str(config["env"]), progress, callbacks)
+
+
+def load(path: str | Path, device: torch.device | str = "auto") -> PPO:
+    """The agent of a run's folder or of a file that ``agent.save`` wrote; it acts, as it did.
+
+    Nothing pickled is run.
+
+    Raises:
+        ConfigurationError: There is no agent, or it is of a kind that is not known.
+    """
+    path = Path(path)
+    state = load_state(path / "agent.pt" if path.is_dir() else path)
+    if "agent" not in state or "network" not in state:
+        raise ConfigurationError(f"{path} is a checkpoint but not of an agent")
+    return _agent_named(state["agent"]).from_state(state, device)
+
+
+def _learn(
+    learner: PPO,
+    total_timesteps: int,
+    run_dir: Path,
+    title: str,
+    progress: bool,
+    callbacks: Iterable[Callback],
+) -> TrainResult:
+    """Learn under a progress bar; files are complete however it ends."""
+    callbacks = tuple(callbacks)
+    log = RunLog(run_dir)
+    start = learner.num_timesteps
+    display = Display(title, total_timesteps, start, progress)
+    next_save = start
+    plan: koila_rl.Plan | None = None
+
+    def after_update(state: Progress) -> bool:
+        nonlocal next_save, plan
+        plan = koila_rl.last_plan() if state.metrics else plan
+        display.update(state.num_timesteps, state.episodes, plan)
+        metrics = dict(state.metrics)
+        metrics["time/steps_per_second"] = display.steps_per_second(state.num_timesteps)
+        if display.mean_return is not None:
+            metrics["rollout/mean_return"] = display.mean_return
+        log.add(state.num_timesteps, metrics, state.episodes)
+        if state.num_timesteps >= next_save:
+            learner.save(run_dir / "agent.pt")
+            next_save = state.num_timesteps + total_timesteps // _SAVES
+        # Every callback is called, also after one that asks to stop.
+        answers = [callback(state) for callback in callbacks]
+        return False not in answers
+
+    try:
+        with display:
+            learner.learn(total_timesteps, after_update)
+    finally:
+        learner.save(run_dir / "agent.pt")
+        log.close()
+        if plan is not None:
+            write_atomically(run_dir / "plan.txt", f"{plan}\n".encode())
+        episodes = read_episodes(run_dir)
+        draw_learning_curve(run_dir / "learning_curve.png", episodes, title)
+    display.summary(learner.num_timesteps, run_dir, plan)
+    return TrainResult(learner, tuple(value for _, value in episodes), run_dir, plan)
+
+
+def _agent_named(name: str) -> type[PPO]:
+    if name not in AGENTS:
+        near = difflib.get_close_matches(name, AGENTS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(AGENTS)}"
+        raise ConfigurationError(f"unknown agent {name!r}; {hint}")
+    return AGENTS[name]
+
+
+def _choose_run_dir(
+    run_dir: str | Path | None, resume: str | Path | None, env: object, agent: str, seed: int
+) -> Path:
+    if run_dir is None and resume is not None:
+        return Path(resume)
+    if run_dir is not None:
+        path = Path(run_dir)
+        if (path / "config.json").exists() and (resume is None or Path(resume) != path):
+            raise ConfigurationError(
+                f"{path} already holds a run; name another run_dir, or go on with resume={path}"
+            )
+        return path
+    label = env if isinstance(env, str) else type(env).__name__
+    safe = re.sub(r"[^\w.-]+", "-", label)
+    stem = f"{safe}_{agent}_seed{seed}_{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(path for path in _numbered(Path("runs") / stem) if not path.exists())
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """``path``, then ``path-2``, …: two runs may start in the same second."""
+    yield path
+    number = 2
+    while True:
+        yield path.with_name(f"{path.name}-{number}")
+        number += 1
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """What ``config.json`` of a run's folder says."""
+    try:
+        config: dict[str, Any] = json.loads((run_dir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{run_dir} is not the folder of a run: {error}") from error
+    return config
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_atomically(path, (json.dumps(value, indent=2, default=repr) + "\n").encode())
