@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from koila_rl.buffers.allocation import check_allocation, human
-from koila_rl.buffers.rows import TensorRows, minibatch
+from koila_rl.buffers.rows import ColumnRows, TensorSource, minibatch
 from koila_rl.buffers.tree import Columns, Key, flatten, name, nest
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
 
@@ -179,13 +179,13 @@ class RolloutBuffer:
         rows = {}
         for key, column in flatten(self.data).items():
             flat = column.detach().reshape(self.n_steps * self.n_envs, *column.shape[2:])
-            rows[key] = TensorRows(
+            source = TensorSource(
                 flat,
                 index.to(flat.device),
-                device=self.device,
                 generation=lambda: self._generation,
                 what=f"{name(key)!r} of the rollout",
             )
+            rows[key] = ColumnRows(source, self.device)
         return minibatch(rows, len(index), lazy=lazy)
 
     def _allocate(self, values: Columns) -> None:

@@ -13,10 +13,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from koila_rl.buffers.delivery import Delivered, start_delivery
+from koila_rl.buffers.transforms import Transform
 from koila_rl.buffers.tree import Key, nest
 from koila_rl.errors import StaleValueError
 
-__all__ = ["Rows", "TensorRows", "minibatch"]
+__all__ = ["ColumnRows", "Rows", "Source", "TensorSource", "minibatch"]
 
 
 class Rows(Protocol):
@@ -45,49 +47,131 @@ class Rows(Protocol):
     def read(self, start: int, stop: int) -> Tensor:
         """Rows ``start:stop``, on ``device``; raises :class:`StaleValueError` as ``check``."""
 
+    def prefetch(self, start: int, stop: int) -> None:
+        """Begin to fetch rows that :meth:`read` will ask for with the same bounds."""
+
     def check(self) -> None:
         """Raise :class:`StaleValueError` if the rows are no longer as they were sampled."""
 
 
-class TensorRows:
-    """Rows ``index`` of ``source``, as ``source`` was when they were sampled.
+class Source(Protocol):
+    """A column of a minibatch on the storage's side."""
 
-    ``source`` is ``[rows, …]`` and ``index`` an int64 tensor ``[B]`` or ``[B, L]`` on its
-    device; the minibatch is ``index.shape + source.shape[1:]``.
-    """
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole minibatch, before any transform."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As stored."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the storage is."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether a gather may wait for a disk."""
+
+    def gather(self, start: int, stop: int) -> Tensor:
+        """Rows ``start:stop`` as they were sampled, on ``device``."""
+
+    def check(self) -> None:
+        """Raise :class:`StaleValueError` if they cannot be had any more."""
+
+
+class ColumnRows:
+    """Rows of a source, delivered to a device and transformed there."""
 
     dim = 0
+    __slots__ = ("_ahead", "_source", "_transform", "device", "dtype", "nbytes_per_row", "shape")
 
     def __init__(
         self,
-        source: Tensor,
-        index: Tensor,
-        *,
+        source: Source,
         device: torch.device | None = None,
-        generation: Callable[[], int] = int,
-        what: str = "the buffer",
+        transform: Transform | None = None,
     ) -> None:
         self._source = source
-        self._index = index
-        self._generation = generation
-        self._sampled = (source._version, generation())
-        self._what = what
-        self.shape = index.shape + source.shape[1:]
-        self.dtype = source.dtype
+        self._transform = transform
+        self._ahead: tuple[int, int, Delivered] | None = None
         self.device = source.device if device is None else device
-        self.nbytes_per_row = self.shape[1:].numel() * source.element_size()
+        self.shape, self.dtype = source.shape, source.dtype
+        if transform is not None:
+            one = transform(torch.zeros(1, *self.shape[1:], dtype=self.dtype))
+            self.shape, self.dtype = torch.Size([self.shape[0], *one.shape[1:]]), one.dtype
+        self.nbytes_per_row = self.shape[1:].numel() * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Rows ``start:stop``, gathered beside the storage and copied to ``device``."""
-        self.check()
-        index = self._index[start:stop]
-        rows = self._source.index_select(0, index.reshape(-1))
-        rows = rows.view(index.shape + self._source.shape[1:])
-        return rows if rows.device == self.device else rows.to(self.device)
+        """Rows ``start:stop``, gathered beside the storage, copied, transformed."""
+        self._source.check()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:2] == (start, stop):
+            rows = ahead[2]()
+        elif self.device == self._source.device:
+            rows = self._source.gather(start, stop)
+        else:
+            rows = self._deliver(start, stop, wait=True)()
+        return rows if self._transform is None else self._transform(rows)
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Begin to fetch ``start:stop``; costs the memory of those rows until they are read.
+
+        Only the last rows asked for ahead are kept. Nothing is done where a gather neither
+        waits for a disk nor crosses a bus.
+        """
+        if self._source.slow or self.device != self._source.device:
+            self._source.check()
+            self._ahead = (start, stop, self._deliver(start, stop, wait=not self._source.slow))
 
     def check(self) -> None:
-        """Raise :class:`StaleValueError` if ``source`` was written since the sample."""
-        if (self._source._version, self._generation()) != self._sampled:
+        """Raise :class:`StaleValueError` if the rows are no longer as they were sampled."""
+        self._source.check()
+
+    def _deliver(self, start: int, stop: int, *, wait: bool) -> Delivered:
+        return start_delivery(lambda: self._source.gather(start, stop), self.device, wait=wait)
+
+
+class TensorSource:
+    """Rows ``index`` of ``tensor``, as it was when they were sampled.
+
+    ``tensor`` is ``[rows, …]`` and ``index`` an int64 tensor ``[B]`` or ``[B, L]`` on its
+    device; the minibatch is ``index.shape + tensor.shape[1:]``. ``take`` gathers rows by a flat
+    index where the storage has a faster way than ``index_select``; ``generation`` tells of
+    writes that the tensor's version counter does not see.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        index: Tensor,
+        *,
+        take: Callable[[Tensor], Tensor] | None = None,
+        generation: Callable[[], int] = int,
+        what: str = "the buffer",
+        slow: bool = False,
+    ) -> None:
+        self._tensor = tensor
+        self._index = index
+        self._take = take
+        self._generation = generation
+        self._sampled = (tensor._version, generation())
+        self._what = what
+        self.slow = slow
+        self.shape = index.shape + tensor.shape[1:]
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+
+    def gather(self, start: int, stop: int) -> Tensor:
+        """Rows ``start:stop``."""
+        index = self._index[start:stop]
+        flat = index.reshape(-1)
+        rows = self._tensor.index_select(0, flat) if self._take is None else self._take(flat)
+        return rows.view(index.shape + self._tensor.shape[1:])
+
+    def check(self) -> None:
+        """Raise :class:`StaleValueError` if the tensor was written since the sample."""
+        if (self._tensor._version, self._generation()) != self._sampled:
             raise StaleValueError(
                 f"{self._what} was written after this minibatch was drawn, so its rows are gone; "
                 "run backward before writing, or draw the minibatch again"

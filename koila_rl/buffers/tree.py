@@ -16,7 +16,7 @@ from torch import Tensor
 
 from koila_rl.errors import StorageError
 
-__all__ = ["Columns", "Key", "flatten", "name", "nest"]
+__all__ = ["Columns", "Key", "flatten", "following", "name", "nest"]
 
 Key: TypeAlias = tuple[str, ...]
 Columns: TypeAlias = dict[Key, Tensor]
@@ -25,6 +25,11 @@ Columns: TypeAlias = dict[Key, Tensor]
 def name(key: Key) -> str:
     """``("next", "reward")`` as a person writes it: ``next.reward``."""
     return ".".join(key)
+
+
+def following(key: Key) -> Key:
+    """Where the leaf is in the state that the transition led to."""
+    return ("next", *key)
 
 
 def flatten(values: TensorDictBase | Mapping[Any, Any]) -> Columns:

@@ -160,10 +160,10 @@ def test_strings_are_refused() -> None:
 
 
 def test_a_reused_rollout_is_named() -> None:
-    from koila_rl.buffers.rows import TensorRows
+    from koila_rl.buffers.rows import ColumnRows, TensorSource
 
     source = torch.arange(6.0)
-    rows = TensorRows(source, torch.tensor([4, 1]))
+    rows = ColumnRows(TensorSource(source, torch.tensor([4, 1])))
     assert rows.read(0, 1).tolist() == [4.0]
     source[0] = 9.0
     with pytest.raises(StaleValueError, match="draw the minibatch again"):

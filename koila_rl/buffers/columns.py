@@ -1,0 +1,268 @@
+"""The columns of a replay buffer: made from the first transitions, checked and written after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from koila_rl.buffers.frames import FrameStore
+from koila_rl.buffers.ring import ENDED, SKIPPED, Ring
+from koila_rl.buffers.storage import Flags, Storage, Stored
+from koila_rl.buffers.tree import Columns, Key, following, name
+from koila_rl.buffers.views import DiscountView, RewardView, StackView, StoredView, View
+from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
+
+__all__ = ["Options", "TransitionColumns"]
+
+Leaf: TypeAlias = "tuple[Key, tuple[int, ...], torch.dtype]"
+_REWARD: Key = ("next", "reward")
+_DISCOUNT: Key = ("next", "discount")
+_ENDS: tuple[Key, ...] = (("next", "terminated"), ("next", "truncated"), ("next", "done"))
+
+
+def leaves_from(state: Iterable[Any]) -> list[Leaf]:
+    """Leaves from what :func:`leaves_state` gave, after a passage through JSON."""
+    return [(tuple(key), tuple(shape), getattr(torch, dtype)) for key, shape, dtype in state]
+
+
+def leaves_state(leaves: Iterable[Leaf]) -> list[Any]:
+    """Leaves as JSON takes them."""
+    return [
+        [list(key), list(shape), str(dtype).removeprefix("torch.")] for key, shape, dtype in leaves
+    ]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the meaning of a stored row; kept beside the columns on disk."""
+
+    capacity: int
+    n_envs: int
+    n_steps: int
+    gamma: float
+    frame_stack: int
+    frame_dim: int
+    frame_keys: tuple[Key, ...] | None
+
+    def state(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Options:
+        """The options that :meth:`state` described."""
+        keys = state["frame_keys"]
+        return cls(**{**state, "frame_keys": keys and tuple(tuple(key) for key in keys)})
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for label in ("capacity", "n_envs", "n_steps", "frame_stack"):
+            if getattr(self, label) < 1:
+                raise ConfigurationError(f"{label} is {getattr(self, label)}; it must be 1 or more")
+        if not 0.0 <= self.gamma <= 1.0:
+            raise ConfigurationError(f"gamma is {self.gamma}; it must lie between 0 and 1")
+        if self.capacity < self.n_envs * self.n_steps:
+            raise ConfigurationError(
+                f"capacity is {self.capacity}; n_envs={self.n_envs} with n_steps={self.n_steps} "
+                f"need {self.n_envs * self.n_steps} or more"
+            )
+
+
+class TransitionColumns:
+    """Columns, flags and frame stores for transitions of one schema."""
+
+    def __init__(self, leaves: list[Leaf], options: Options, storage: Storage, ring: Ring) -> None:
+        self.leaves = sorted(leaves)
+        self.stored: dict[Key, Stored] = {}
+        self.views: dict[Key, View] = {}
+        self._stacks: dict[Key, FrameStore] = {}
+        self._shapes = {key: (shape, dtype) for key, shape, dtype in self.leaves}
+        self._ends = [key for key in _ENDS if key in self._shapes]
+        self._ring = ring
+        self._storage = storage
+        stacked = stacked_keys(self._shapes, options)
+        for key, shape, dtype in self.leaves:
+            if key[0] == "next" and key[1:] in stacked:
+                continue
+            if key in stacked:
+                self._stacks[key] = store = FrameStore(
+                    "/".join(key), shape, dtype, k=options.frame_stack, dim=options.frame_dim,
+                    ring=ring, storage=storage,
+                )  # fmt: skip
+                where = storage.device
+                self.views[key] = StackView(store, dtype, where, following=False)
+                self.views[following(key)] = StackView(store, dtype, where, following=True)
+            else:
+                label = "/".join(key)
+                self.stored[key] = storage.columns.get(label) or storage.allocate(
+                    label, (options.capacity, *shape), dtype
+                )
+                self.views[key] = StoredView(self.stored[key], ring, last=key[0] == "next")
+        if options.n_steps > 1:
+            column = self.stored[_REWARD]
+            view = RewardView(column, ring, options.gamma, options.n_steps)
+            self.views[_REWARD] = view
+            self.views[_DISCOUNT] = DiscountView(view.shape, view.dtype, options.gamma)
+
+    @staticmethod
+    def nbytes(leaves: list[Leaf], options: Options) -> int:
+        """Bytes that these columns will take."""
+        shapes = {key: (shape, dtype) for key, shape, dtype in leaves}
+        stacked = stacked_keys(shapes, options)
+        total = options.capacity
+        for key, shape, dtype in leaves:
+            if key in stacked:
+                total += FrameStore.nbytes(
+                    shape, dtype.itemsize, options.frame_stack, options.capacity, options.n_envs
+                )
+            elif not (key[0] == "next" and key[1:] in stacked):
+                total += options.capacity * torch.Size(shape).numel() * dtype.itemsize
+        return total
+
+    def check(self, values: Columns, n: int) -> None:
+        """Refuse values ``[n, …]`` that differ from the stored in name, shape or dtype."""
+        if len(values) != len(self._shapes) or any(key not in self._shapes for key in values):
+            raise StorageError(
+                f"the buffer stores {[name(key) for key in self._shapes]}, but these transitions "
+                f"have {[name(key) for key in values]}; every transition needs the names of the "
+                "first"
+            )
+        for key, (shape, dtype) in self._shapes.items():
+            value = values[key]
+            if value.dtype is not dtype or value.shape[1:] != shape:
+                raise StorageError(
+                    f"{name(key)!r} is {value.dtype} {tuple(value.shape[1:])} here, but {dtype} "
+                    f"{shape} in the first transition; cast or reshape it"
+                )
+            if len(value) != n:
+                raise BatchSizeError(f"{name(key)!r} has {len(value)} rows, others have {n}")
+
+    def write(self, values: Columns, flags: Flags) -> None:
+        """Store checked values as the ring's next ``len(flags)`` rows."""
+        for key, column in self.stored.items():
+            value = values[key]
+            for slot, start, stop in self._ring.spans(len(flags), self._ring.capacity):
+                column.put(slot, value[start:stop])
+        for key, store in self._stacks.items():
+            device = self._storage.device
+            store.write(values[key].to(device), values[following(key)].to(device))
+
+    def flags(self, values: Columns, n: int, skip: Tensor | None) -> Flags:
+        """``ENDED`` and ``SKIPPED`` of ``n`` rows."""
+        flags = np.zeros(n, dtype=np.uint8)
+        for key in self._ends:
+            ended = values[key].reshape(n, -1).any(1).cpu().numpy()
+            flags[ended] |= ENDED
+        if skip is not None:
+            flags[skip.cpu().numpy()] |= SKIPPED | ENDED
+        return flags
+
+    def row(self, transition: dict[str, Any]) -> dict[Key, Any] | None:
+        """One transition by column where the fast way can take it, else None."""
+        if self._stacks or self._storage.device.type != "cpu":
+            return None
+        row, known = {}, 0
+        for key, column in self.stored.items():
+            value: Any = transition
+            for part in key:
+                value = value.get(part) if type(value) is dict else None
+            if value is None:
+                return None
+            array = column.array
+            dtype = getattr(value, "dtype", None)
+            if dtype is not None:
+                if type(value) is Tensor:
+                    if value.dtype is not column.tensor.dtype or value.requires_grad:
+                        return None
+                    if column.carried or value.device.type != "cpu":
+                        return None
+                    value = value.numpy()
+                elif array is None or dtype != array.dtype:
+                    return None
+                if value.shape != self._shapes[key][0]:
+                    return None
+            elif not isinstance(value, (int, float)) or self._shapes[key][0] or column.carried:
+                return None
+            row[key] = value
+            known += 1
+        return row if _leaf_count(transition) == known else None
+
+    def put_row(self, row: dict[Key, Any], slot: int) -> int:
+        """Write what :meth:`row` gave to a slot; its flags."""
+        for key, value in row.items():
+            array = self.stored[key].array
+            assert array is not None
+            array[slot] = value
+        ended = False
+        for key in self._ends:
+            value = row[key]
+            ended = ended or (bool(value.any()) if hasattr(value, "any") else bool(value))
+        return ENDED if ended else 0
+
+
+def stacked_keys(
+    shapes: dict[Key, tuple[tuple[int, ...], torch.dtype]], options: Options
+) -> set[Key]:
+    """The observation leaves whose frames are stored once."""
+    if options.frame_stack == 1:
+        return set()
+    if options.frame_keys is not None:
+        wanted = set(options.frame_keys)
+        if unknown := wanted - shapes.keys():
+            raise ConfigurationError(
+                f"frame_keys names {[name(key) for key in unknown]}, which the transitions lack; "
+                f"they have {[name(key) for key in shapes]}"
+            )
+    else:
+        # A stack of vectors or images; a plain vector that happens to be divisible is none.
+        wanted = {
+            key for key, (shape, _) in shapes.items() if key[0] == "observation" and len(shape) > 1
+        }
+    found = {key for key in wanted if _stackable(key, shapes, options)}
+    if not found or (options.frame_keys is not None and found != wanted):
+        listed = {name(key): shapes[key][0] for key in wanted} or "no observation of two dimensions"
+        raise ConfigurationError(
+            f"frame_stack={options.frame_stack} along frame_dim={options.frame_dim} does not fit "
+            f"{listed}: that dimension must be a multiple of frame_stack, and ('next', …) of the "
+            "same shape and dtype must be stored too"
+        )
+    return found
+
+
+def _stackable(
+    key: Key, shapes: dict[Key, tuple[tuple[int, ...], torch.dtype]], options: Options
+) -> bool:
+    shape, _ = shapes[key]
+    dim = options.frame_dim
+    return (
+        -len(shape) <= dim < len(shape)
+        and shape[dim] % options.frame_stack == 0
+        and shapes.get(following(key)) == shapes[key]
+    )
+
+
+def _leaf_count(transition: Any) -> int:
+    if not isinstance(transition, dict):
+        return 1
+    return sum(_leaf_count(value) for value in transition.values())
+
+
+def check_windows(leaves: list[Leaf], options: Options) -> None:
+    """Refuse transitions that n-step windows cannot be built from."""
+    if options.n_steps == 1:
+        return
+    keys = {key for key, _, _ in leaves}
+    if _REWARD not in keys or not keys & set(_ENDS):
+        raise ConfigurationError(
+            f"n_steps={options.n_steps} needs next.reward and next.terminated, next.truncated or "
+            f"next.done; the transitions have {sorted(name(key) for key in keys)}"
+        )
+    if _DISCOUNT in keys:
+        raise ConfigurationError(
+            "next.discount is what n_steps > 1 puts into the minibatch; store yours by another name"
+        )

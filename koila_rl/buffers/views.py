@@ -1,0 +1,125 @@
+"""What a sampled transition is made of: one view for each name in a minibatch.
+
+A view gathers the rows of a sample from what is stored: as stored, at the end of an n-step
+window, summed over it, or stacked from frames.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from koila_rl.buffers.frames import FrameStore
+from koila_rl.buffers.ring import ENDED, SKIPPED, Ring
+from koila_rl.buffers.storage import Index, Stored
+
+__all__ = ["DiscountView", "RewardView", "StackView", "StoredView", "View", "Window"]
+
+
+class Window:
+    """The n-step windows that begin at ``rows``, seen when rows up to ``total`` were stored.
+
+    A window ends with the row that ends its episode, before a skipped row, with the newest row
+    stored, or after ``n_steps`` rows. ``last`` is its last row and ``steps`` how many it has.
+    """
+
+    def __init__(self, rows: Index, ring: Ring, total: int, n_steps: int) -> None:
+        last, steps = rows, np.ones(len(rows), dtype=np.int64)
+        going = np.ones(len(rows), dtype=bool)
+        for _ in range(n_steps - 1):
+            following = last + ring.n_envs
+            going &= (ring.flags(last) & ENDED) == 0
+            going &= following < total
+            going &= (ring.flags(following) & SKIPPED) == 0
+            last = np.where(going, following, last)
+            steps += going
+        self.rows, self.last, self.steps = rows, last, steps
+
+
+class View(Protocol):
+    """One name of a minibatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def gather(self, rows: Index, window: Window | None) -> Tensor:
+        """``[len(rows), *shape]``; ``window`` is None where ``n_steps`` is 1."""
+
+
+class StoredView:
+    """A stored column, at the first or the last row of the window."""
+
+    __slots__ = ("_column", "_last", "_ring", "device", "dtype", "shape")
+
+    def __init__(self, column: Stored, ring: Ring, *, last: bool) -> None:
+        self._column, self._ring, self._last = column, ring, last
+        tensor = column.tensor
+        self.shape, self.dtype, self.device = tuple(tensor.shape[1:]), tensor.dtype, tensor.device
+
+    def gather(self, rows: Index, window: Window | None) -> Tensor:
+        """The column's rows."""
+        at = window.last if self._last and window is not None else rows
+        return self._column.take(at % self._ring.capacity)
+
+
+class StackView:
+    """Stacked frames, of the first row's observation or the last row's next observation."""
+
+    __slots__ = ("_following", "_store", "device", "dtype", "shape")
+
+    def __init__(
+        self, store: FrameStore, dtype: torch.dtype, device: torch.device, *, following: bool
+    ) -> None:
+        self._store, self._following = store, following
+        self.shape, self.dtype, self.device = store.shape, dtype, device
+
+    def gather(self, rows: Index, window: Window | None) -> Tensor:
+        """The stacks."""
+        at = window.last if self._following and window is not None else rows
+        return self._store.gather(at, following=self._following)
+
+
+class RewardView:
+    """Σ γʲ·r over the window: ``j`` from 0 to its steps - 1, added up in float64."""
+
+    def __init__(self, column: Stored, ring: Ring, gamma: float, n_steps: int) -> None:
+        self._column, self._ring, self._gamma, self._n_steps = column, ring, gamma, n_steps
+        tensor = column.tensor
+        self.shape, self.device = tuple(tensor.shape[1:]), tensor.device
+        floating = tensor.dtype.is_floating_point
+        self.dtype = tensor.dtype if floating else torch.get_default_dtype()
+
+    def gather(self, rows: Index, window: Window | None) -> Tensor:
+        """The discounted sums."""
+        assert window is not None
+        total = torch.zeros(len(rows), *self.shape, dtype=torch.float64, device=self.device)
+        for j in range(self._n_steps):
+            inside = j < window.steps
+            if not inside.any():
+                break
+            at = np.where(inside, rows + j * self._ring.n_envs, rows)
+            reward = self._column.take(at % self._ring.capacity).to(torch.float64)
+            factor = torch.from_numpy(np.where(inside, self._gamma**j, 0.0)).to(self.device)
+            # A reward outside the window may be infinite; 0 times it must not become NaN.
+            factor = factor.view(-1, *[1] * len(self.shape))
+            total += torch.where(factor != 0, factor * reward, 0.0)
+        return total.to(self.dtype)
+
+
+class DiscountView:
+    """γ to the steps taken: what the value at the window's end is worth at its start."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, gamma: float) -> None:
+        self.shape, self.dtype, self._gamma = shape, dtype, gamma
+        self.device = torch.device("cpu")
+
+    def gather(self, rows: Index, window: Window | None) -> Tensor:  # noqa: ARG002
+        """The discounts, in the shape of the rewards."""
+        assert window is not None
+        discount = torch.from_numpy(self._gamma ** window.steps.astype(np.float64))
+        discount = discount.view(-1, *[1] * len(self.shape)).expand(-1, *self.shape)
+        return discount.to(self.dtype)
