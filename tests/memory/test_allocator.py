@@ -46,6 +46,7 @@ EXPANDABLE: dict[str, tuple[list[float], float, float]] = {
     "no fragmentation between segments": ([20, 20, -1, -2, 40], 40, 40),
     "holes stay": ([20, 20, 20, -2, 25], 65, 100),
     "small and large apart": ([30, 0.5], 30.5, 42),
+    "a hole serves before the tail, which can grow": ([9, 3, -1, 8, 28], 39, 40),
 }
 
 
