@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from koila_rl.memory.storages import (
+    is_fresh,
+    may_resize,
+    round_to_block,
+    storage_of,
+    storage_sizes,
+    tensors_in,
+    wraps_other_tensors,
+)
 from koila_rl.recording.private import TorchDispatchMode
 
-__all__ = ["BLOCK_BYTES", "LiveCall", "StorageListener", "StorageTracker", "round_to_block"]
-
-BLOCK_BYTES = 512
-"""Every CUDA allocation is a multiple of this; the CPU is counted the same way."""
-
-
-def round_to_block(nbytes: int) -> int:
-    """Bytes that a storage of ``nbytes`` takes, in whole blocks.
-
-    >>> round_to_block(0), round_to_block(1), round_to_block(512), round_to_block(513)
-    (0, 512, 512, 1024)
-    """
-    return (nbytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+__all__ = ["LiveCall", "StorageListener", "StorageTracker"]
 
 
 class LiveCall(NamedTuple):
@@ -44,6 +40,9 @@ class StorageListener(Protocol):
 
     def freed(self, key: int, nbytes: int) -> None:
         """The storage last announced under this key died, or is about to change its size."""
+
+
+_UNKNOWN = "not made by an operator here"
 
 
 class _Entry(weakref.ref[UntypedStorage]):
@@ -75,6 +74,8 @@ class StorageTracker(TorchDispatchMode):
         listener: told of every storage counted and freed; may refuse one by raising
             ``torch.OutOfMemoryError``, which leaves the operator's call in place of its result.
         follow_fake: whether fake tensors count.
+        note_unknown: add up, as ``unknown_bytes``, the storages that operators are given but
+            that are not followed.
         record_timeline: keep ``(live_bytes, operator)`` after each call that made a storage.
     """
 
@@ -85,6 +86,7 @@ class StorageTracker(TorchDispatchMode):
         listener: StorageListener | None = None,
         *,
         follow_fake: bool = True,
+        note_unknown: bool = False,
         record_timeline: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,11 +94,16 @@ class StorageTracker(TorchDispatchMode):
         """Bytes of the storages counted and alive now."""
         self.peak_bytes = 0
         """Largest ``live_bytes`` since entry or :meth:`reset_peak`."""
+        self.unknown_bytes = 0
+        """With ``note_unknown``: the most bytes seen at once that existed at entry, or that no
+        operator made."""
         self.label: object = None
         """If set, names the storages made from here on instead of their operator."""
         self.timeline: list[tuple[int, str]] = []
         self._listener = listener
         self._follow_fake = follow_fake
+        self._note_unknown = note_unknown
+        self._unknown_live = 0
         self._record_timeline = record_timeline
         self._entries: dict[int, _Entry] = {}
         self._on_death = _death_callback(self)
@@ -110,21 +117,31 @@ class StorageTracker(TorchDispatchMode):
         """True, since Dynamo leaves code uncompiled under any other mode."""
         return True
 
-    def register(self, tensors: Iterable[Tensor]) -> int:
-        """Count the storages of ``tensors`` as resident, that is zero; returns their bytes."""
-        total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+    def register(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of ``tensors`` as resident, that is zero."""
+        for storage in self._storages_to_count(tensors):
             entry = self._entries.get(id(storage))
             if entry is None:
                 self._follow(storage, "resident", unbilled=round_to_block(storage.nbytes()))
-            elif entry.nbytes:
-                entry.unbilled += entry.nbytes
-                self._unbill(entry)
             else:
-                continue
-            total += round_to_block(storage.nbytes())
-        return total
+                self._unbill(entry)
+                entry.unbilled = round_to_block(entry.raw)
+
+    def adopt(self, tensors: Iterable[Tensor], name: str) -> int:
+        """Count the storages of ``tensors`` from now on, whoever made them.
+
+        Returns the bytes that were not counted before.
+        """
+        before = self.live_bytes
+        for storage in self._storages_to_count(tensors):
+            entry = self._entries.get(id(storage))
+            if entry is None:
+                self._follow(storage, name)
+            elif entry.unbilled:
+                self._forget_unknown(entry)
+                entry.unbilled, entry.maker = 0, name
+                self._bill(entry, round_to_block(entry.raw))
+        return self.live_bytes - before
 
     def reset_peak(self) -> None:
         """Begin a new peak at what is live now."""
@@ -161,12 +178,14 @@ class StorageTracker(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for kind in types:
-            if _wraps_other_tensors(kind):
+            if wraps_other_tensors(kind):
                 # The wrapper's own handler then runs with this mode active, and what it
                 # computes on its inner tensors is seen.
                 return NotImplemented
         kwargs = kwargs or {}
-        before = _sizes(args, kwargs) if _may_resize(func) else None
+        if self._note_unknown:
+            self._note(func, args, kwargs)
+        before = storage_sizes(args, kwargs) if may_resize(func) else None
         out = func(*args, **kwargs)
         refusal = None
         try:
@@ -195,16 +214,16 @@ class StorageTracker(TorchDispatchMode):
         if isinstance(out, Tensor):
             tensors = (out,)
         elif isinstance(out, (list, tuple)):
-            tensors = _tensors_in(*out)
+            tensors = tensors_in(*out)
         else:
             tensors = ()
         for tensor in tensors:
-            storage = _storage_of(tensor)
+            storage = storage_of(tensor)
             if (
                 storage is not None
                 and id(storage) not in self._entries
                 and self._takes_memory(tensor, storage)
-                and _is_fresh(storage, func, args, kwargs)
+                and is_fresh(storage, func, args, kwargs)
             ):
                 self._follow(storage, func)
         if before is not None:
@@ -217,10 +236,8 @@ class StorageTracker(TorchDispatchMode):
         kwargs: dict[str, Any],
         before: dict[int, int],
     ) -> None:
-        for tensor in _tensors_in(*args, *kwargs.values()):
-            storage = _storage_of(tensor)
-            if storage is not None and self._takes_memory(tensor, storage):
-                self._resized(storage, before.get(id(storage)), func)
+        for storage in self._storages_to_count(tensors_in(*args, *kwargs.values())):
+            self._resized(storage, before.get(id(storage)), func)
 
     def _resized(self, storage: UntypedStorage, old_size: int | None, func: object) -> None:
         entry = self._entries.get(id(storage))
@@ -230,6 +247,22 @@ class StorageTracker(TorchDispatchMode):
         elif entry.raw != storage.nbytes():
             entry.raw = storage.nbytes()
             self._bill(entry, max(0, round_to_block(entry.raw) - entry.unbilled))
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func is torch.ops.aten.lift_fresh.default:
+            return  # what torch.tensor() has just made
+        for storage in self._storages_to_count(tensors_in(*args, *kwargs.values())):
+            if id(storage) not in self._entries:
+                nbytes = round_to_block(storage.nbytes())
+                self._follow(storage, _UNKNOWN, unbilled=nbytes)
+                self._unknown_live += nbytes
+                self.unknown_bytes = max(self.unknown_bytes, self._unknown_live)
+
+    def _storages_to_count(self, tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is not None and self._takes_memory(tensor, storage):
+                yield storage
 
     def _takes_memory(self, tensor: Tensor, storage: UntypedStorage) -> bool:
         if storage.device.type != "meta":
@@ -241,7 +274,7 @@ class StorageTracker(TorchDispatchMode):
         raw = storage.nbytes()
         entry = _Entry(storage, self._on_death)
         entry.key = id(storage)
-        entry.maker = maker if self.label is None else self.label
+        entry.maker = maker if self.label is None or isinstance(maker, str) else self.label
         entry.nbytes = 0
         entry.raw = raw
         entry.unbilled = unbilled
@@ -255,8 +288,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _bill(self, entry: _Entry, nbytes: int) -> None:
         """Count ``nbytes`` for the storage from now on."""
-        if entry.nbytes:
-            self._unbill(entry)
+        self._unbill(entry)
         if nbytes and self._listener is not None:
             self._listener.allocated(entry.key, nbytes, str(entry.maker))
         self._clock += 1
@@ -269,6 +301,8 @@ class StorageTracker(TorchDispatchMode):
             self.timeline.append((self.live_bytes, str(entry.maker)))
 
     def _unbill(self, entry: _Entry) -> None:
+        if not entry.nbytes:
+            return
         if entry.birth <= self._peak_clock:
             self._dead_since_peak.append((entry.maker, entry.nbytes))
         self.live_bytes -= entry.nbytes
@@ -277,8 +311,13 @@ class StorageTracker(TorchDispatchMode):
             self._listener.freed(entry.key, nbytes)
 
     def _died(self, entry: _Entry) -> None:
-        if self._entries.pop(entry.key, None) is not None and entry.nbytes:
+        if self._entries.pop(entry.key, None) is not None:
+            self._forget_unknown(entry)
             self._unbill(entry)
+
+    def _forget_unknown(self, entry: _Entry) -> None:
+        if entry.maker is _UNKNOWN:
+            self._unknown_live -= entry.unbilled
 
     def _take_peak(self) -> None:
         self.peak_bytes = self.live_bytes
@@ -296,58 +335,6 @@ def _death_callback(tracker: StorageTracker) -> Callable[[weakref.ref[UntypedSto
             alive._died(entry)
 
     return died
-
-
-@functools.lru_cache(maxsize=512)
-def _wraps_other_tensors(kind: type) -> bool:
-    """Whether tensors of this class compute on tensors inside; infrastructure's own do not."""
-    handler = getattr(kind, "__torch_dispatch__", None)
-    return handler is not torch.Tensor.__torch_dispatch__ and not hasattr(kind, "_mode_key")
-
-
-@functools.lru_cache(maxsize=4096)
-def _may_resize(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return False
-    return "resize" in schema.name or any(argument.is_out for argument in schema.arguments)
-
-
-def _tensors_in(*values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(_tensors_in(*value))
-        elif isinstance(value, dict):
-            found.extend(_tensors_in(*value.values()))
-    return found
-
-
-def _storage_of(tensor: Tensor) -> UntypedStorage | None:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have none
-        return None
-
-
-def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-    """Bytes of the storages that a call is given, by identity."""
-    storages = (_storage_of(tensor) for tensor in _tensors_in(*args, *kwargs.values()))
-    return {id(storage): storage.nbytes() for storage in storages if storage is not None}
-
-
-def _is_fresh(
-    storage: UntypedStorage, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Whether a call made the storage, rather than being given it."""
-    for tensor in _tensors_in(*args, *kwargs.values()):
-        if _storage_of(tensor) is storage:
-            # torch.tensor() shows its new storage to lift_fresh alone; one that wraps an array
-            # of numpy comes the same way, but is not resizable.
-            return func is torch.ops.aten.lift_fresh.default and storage.resizable()
-    return True
 
 
 _trackers: list[StorageTracker] = []

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from koila_rl.memory.tracking import StorageTracker, round_to_block
+from koila_rl.memory.storages import round_to_block
+from koila_rl.memory.tracking import StorageTracker
 from koila_rl.recording.private import FakeTensorMode
 
 BLOCK = 512
@@ -51,12 +52,39 @@ def test_resident_storages_count_zero():
         assert tracker.live_bytes == 0
         y = x * 2
         assert tracker.live_bytes == 4 * BLOCK
-        assert tracker.register([y, x]) == 8 * BLOCK
-        assert tracker.live_bytes == 0
-        assert tracker.register([y]) == 0
+        for _ in range(2):
+            tracker.register([y, x])
+            assert tracker.live_bytes == 0
         del y, views
         assert tracker.live_bytes == 0
     assert tracker.peak_bytes == 4 * BLOCK
+
+
+def test_adopted_storages_count_once():
+    x = floats(4)
+    with StorageTracker() as tracker:
+        y = x + 1
+        assert tracker.adopt([x, x.view(-1), y], "mine") == 4 * BLOCK
+        assert tracker.adopt([x], "mine") == 0
+        assert tracker.peak_calls() == (("aten.add.Tensor", 4 * BLOCK), ("mine", 4 * BLOCK))
+        del x
+        assert tracker.live_bytes == 4 * BLOCK
+        del y
+
+
+def test_unknown_storages_are_noted():
+    x, unused = floats(4), floats(2)
+    with StorageTracker(note_unknown=True) as tracker:
+        y = x.view(-1) + 1
+        for _ in range(3):
+            z = torch.from_numpy(np.ones(BLOCK // 8)) * 2  # each dies before the next
+        assert tracker.unknown_bytes == 5 * BLOCK
+        assert tracker.adopt([x], "mine") == 4 * BLOCK
+        x.mul_(torch.tensor(2.0))
+        y = unused + y[0]
+        assert tracker.unknown_bytes == 5 * BLOCK
+        assert tracker.live_bytes == (4 + 2 + 1) * BLOCK
+        del y, z
 
 
 def test_a_free_is_seen_at_once_also_in_autograd():
