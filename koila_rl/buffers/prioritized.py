@@ -1,0 +1,141 @@
+"""Prioritised replay (Schaul et al. 2016, https://arxiv.org/abs/1511.05952), proportional."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from koila_rl.buffers.columns import TransitionColumns
+from koila_rl.buffers.replay import ReplayBuffer
+from koila_rl.buffers.ring import SKIPPED
+from koila_rl.buffers.samplers import Sampler
+from koila_rl.buffers.storage import Flags, Index, Storage
+from koila_rl.buffers.sumtree import SumTree
+from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["PrioritizedReplayBuffer"]
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """Draws transition i with probability ``p_i ** alpha / Σ p ** alpha``.
+
+    Minibatches carry ``index`` (which transitions they are, int64 ``[B]``) and ``weight``
+    (importance weights ``(n · P(i)) ** -beta``, float32 ``[B]``, divided by the largest of the
+    whole minibatch). New transitions get the largest priority seen. Arguments are those of
+    :class:`ReplayBuffer`, and:
+
+    Args:
+        alpha: 0 draws uniformly, 1 in proportion to priority.
+        beta: 1 corrects the whole bias of the draw; may be set anew at any time.
+        eps: Added to ``|td_error|``, so that every transition can be drawn.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *args: Any,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-6,
+        **kwargs: Any,
+    ) -> None:
+        """Take no memory yet."""
+        for label, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+            if not 0.0 <= value < float("inf"):
+                raise ConfigurationError(f"{label} is {value}; it must be 0 or more")
+        super().__init__(capacity, *args, **kwargs)
+        self.alpha = alpha
+        self.beta = beta
+        self._eps = eps
+        self._largest = 1.0
+        self._tree: SumTree | None = None
+
+    def sample(
+        self, batch_size: int, sampler: Sampler | None = None, *, lazy: bool = True
+    ) -> TensorDict:
+        """A minibatch ``[batch_size]`` drawn by priority; a sampler is refused."""
+        if sampler is not None:
+            raise ConfigurationError("a prioritised buffer draws by priority; it takes no sampler")
+        rows, weight = self._draw_by_priority(batch_size)
+        drawn = self._minibatch(rows, lazy)
+        drawn["index"] = torch.from_numpy(rows)
+        drawn["weight"] = torch.from_numpy(weight).to(self.device or "cpu")
+        return drawn
+
+    def update_priorities(self, sample: TensorDict, td_error: Tensor) -> None:
+        """Give the sampled transitions the priority ``|td_error| + eps``.
+
+        ``td_error`` has one element a transition, lazy or not. Transitions that were replaced
+        since are left out. Raises before anything changes if an error is not finite.
+        """
+        rows = sample["index"].cpu().numpy()
+        errors = td_error.detach()
+        if errors.numel() != len(rows):
+            raise BatchSizeError(
+                f"td_error is {tuple(errors.shape)} for a minibatch of {len(rows)} transitions"
+            )
+        priorities = np.abs(errors.reshape(-1).to(torch.float64).cpu().numpy()) + self._eps
+        if not np.isfinite(priorities).all():
+            bad = int(np.count_nonzero(~np.isfinite(priorities)))
+            raise ConfigurationError(f"{bad} of {len(rows)} td errors are not finite")
+        self._set_priorities(rows, priorities)
+
+    def _set_priorities(self, rows: Index, priorities: Any) -> None:
+        assert self._tree is not None
+        there = rows >= self._ring.first
+        if not there.all():
+            rows, priorities = rows[there], priorities[there]
+        if len(rows):
+            self._largest = max(self._largest, float(priorities.max()))
+            self._tree.set(self._ring.slots(rows), priorities**self.alpha)
+
+    def _draw_by_priority(self, size: int) -> tuple[Index, Any]:
+        if size < 1:
+            raise ConfigurationError(f"batch_size is {size}; it must be at least 1")
+        if len(self) == 0 or self._tree is None:
+            raise StorageError("the buffer holds no transitions to sample")
+        total = self._tree.total
+        slots = self._tree.find(self._generator.random(size) * total)
+        first = self._ring.first
+        rows = first + (slots - first) % self.capacity
+        probability = self._tree.weights[slots] / total
+        # Divided by the largest first: n · P cancels, and no power overflows.
+        weight = (probability.min() / probability) ** self.beta
+        return rows, weight.astype(np.float32)
+
+    def _on_stored(self, first: int, flags: Flags) -> None:
+        assert self._tree is not None
+        rows = np.arange(first, first + len(flags))
+        weights = np.where(flags & SKIPPED, 0.0, self._largest**self.alpha)
+        self._tree.set(self._ring.slots(rows), weights)
+
+    def _set_columns(self, leaves: list[Any]) -> TransitionColumns:
+        columns = super()._set_columns(leaves)
+        known = self._storage.columns.get("_tree")
+        column = known or self._storage.allocate(
+            "_tree", (self.capacity,), torch.float64, host=True
+        )
+        assert column.array is not None
+        self._tree = SumTree(column.array)
+        return columns
+
+    def state(self) -> dict[str, Any]:
+        """What the buffer is beside its columns, as JSON takes it."""
+        own = {"alpha": self.alpha, "beta": self.beta, "eps": self._eps, "largest": self._largest}
+        return {**super().state(), "prioritized": own}
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], storage: Storage, settings: dict[str, Any]) -> Self:
+        """The buffer of a :meth:`state` over columns that are filled already."""
+        own = dict(state.get("prioritized", ()))
+        largest = own.pop("largest", 1.0)
+        buffer = super().restored(state, storage, {**own, **settings})
+        buffer._largest = largest
+        return buffer
