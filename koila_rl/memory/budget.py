@@ -34,7 +34,6 @@ MARGIN = 32 << 20
 MEMINFO = Path("/proc/meminfo")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # version 1 writes the largest whole page for "no limit"
 
 
 class BudgetDevice(Protocol):
@@ -272,7 +271,7 @@ def _cgroup(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] 
         rows = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
     except OSError:
         return None
-    if bound == "max" or int(bound) >= UNLIMITED:
-        return None
+    if bound == "max":
+        return None  # version 1 writes a number above any machine's memory instead
     reclaimable = sum(int(value) for name, value in rows if name == cache)
     return int(bound), max(0, usage - reclaimable)
