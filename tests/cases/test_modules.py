@@ -294,3 +294,35 @@ def test_gradients_of_rows_given_by_the_caller() -> None:
     for p, gradient in zip(layer.parameters(), wanted, strict=True):
         assert p.grad is not None
         assert_close(p.grad, gradient)
+
+
+def test_an_ensemble_by_vmap() -> None:
+    module = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in "ab")
+
+    def program(module: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        parameters, buffers = torch.func.stack_module_state(list(module))
+
+        def member(p: Any, b: Any, rows: Tensor) -> Tensor:
+            return torch.func.functional_call(module[0], (p, b), (rows,))
+
+        outputs = torch.func.vmap(member, in_dims=(0, 0, None))(parameters, buffers, x)
+        loss = (outputs - y).pow(2).mean()
+        grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+        return loss, outputs, *grads
+
+    check(program, (torch.randn(N, 3), torch.randn(N, 1)), module, sizes=(1, 3, N), backward=False)
+
+
+def test_gradients_of_single_samples_by_vmap() -> None:
+    module = nn.Linear(3, 2)
+
+    def program(module: Any, x: Tensor) -> Tensor:
+        parameters = dict(module.named_parameters())
+
+        def loss(p: Any, row: Tensor) -> Tensor:
+            return torch.func.functional_call(module, p, (row,)).pow(2).sum()
+
+        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+        return grads["weight"].flatten(1).norm(dim=1).mean()
+
+    check(program, (torch.randn(N, 3),), module, sizes=(1, 3, N), backward=False)
