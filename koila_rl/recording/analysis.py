@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from koila_rl.recording.layouts import Layout, scaled_layout
 from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths_of
 from koila_rl.recording.rules import WHOLE, Use
 from koila_rl.recording.sizes import BatchInt
-from koila_rl.recording.template import fill, integers, replace_integers
+from koila_rl.recording.template import fill, holes, integers, replace_integers
 from koila_rl.recording.trace import LOCK, Trace, fake_like, quiet_fakes, trace
 from koila_rl.recording.values import Meta, intern, scaled, second_size
 
@@ -35,7 +35,7 @@ class NeedsValuesError(Exception):
 class CallInfo:
     """What every call of this form has in common.
 
-    ``metas`` describe the output tensors; ``out`` is the returned structure with fake tensors.
+    ``metas`` describe the output tensors; ``out`` is the returned structure with holes for them.
     ``func(*args, **kwargs)`` from ``template`` is the call as it was written; ``steps`` replay
     it on microbatches, numbering inputs first; ``results`` are the numbers of the outputs.
     """
@@ -50,7 +50,9 @@ class CallInfo:
     results: tuple[int, ...]
     n: int
     random: bool = False
-    autocast: bool = False
+    # The casting in force when the call was recorded, or None.
+    autocast: Any = None
+    keep: Any = None
     aliases: list[int | None] = field(default_factory=list)
     same: list[int | None] = field(default_factory=list)
     writes: tuple[int, ...] = ()
@@ -90,7 +92,7 @@ def analyse(
             info.steps = [_native(info, "global", len(metas), {}, None)]
             return info
         if not batched:
-            _second_shapes(info, template, metas, consts)
+            _second_shapes(info, first, template, metas, consts)
             info.steps = [_native(info, "global", len(metas), {}, None)]
             info.steps[0].ops = _operators(first, metas)
             return info
@@ -138,7 +140,7 @@ def _describe(func: Any, template: Any, metas: list[Meta], first: _Traced, n: in
         name=describe_function(func),
         metas=[_meta(x, n) for x in outs],
         paths=paths,
-        out=first.trace.out,
+        out=holes(first.trace.out, []),
         steps=[],
         results=tuple(range(len(metas), len(metas) + len(outs))),
         n=n,
@@ -164,19 +166,21 @@ def _native(
     info: CallInfo, kind: str, inputs: int, uses: dict[int, Use], reduction: Any
 ) -> Step:
     """The call as it was written, as one step."""
-    outs = [x for x in tree_leaves(info.out) if isinstance(x, Tensor)]
     return Step(
         kind=kind, func=info.func, template=info.template,
         operands=tuple((k, uses.get(k, WHOLE)) for k in range(inputs)),
         outputs=info.results, paths=tuple(info.paths),
         layouts=tuple(meta.layout for meta in info.metas),
-        requires_grad=tuple(x.requires_grad for x in outs), name=info.name,
+        requires_grad=tuple(meta.requires_grad for meta in info.metas),
+        metas=tuple((meta.shape, meta.dtype, meta.device) for meta in info.metas), name=info.name,
         reduction=reduction, random=info.random, autocast=None,
         bytes_per_sample=sum(meta.nbytes for meta in info.metas) // max(info.n, 1),
     )  # fmt: skip
 
 
-def _second_shapes(info: CallInfo, template: Any, metas: list[Meta], consts: list[Any]) -> None:
+def _second_shapes(
+    info: CallInfo, first: _Traced, template: Any, metas: list[Meta], consts: list[Any]
+) -> None:
     """A global call may still have shapes that depend on N, as ``(x.T @ x).expand(N, ...)``."""
     if all(meta.shape == meta.shape2 for meta in metas) and not _sizes_in(template):
         return
@@ -184,7 +188,7 @@ def _second_shapes(info: CallInfo, template: Any, metas: list[Meta], consts: lis
         second = _trace_at(info.func, template, metas, consts, info.n, second=True)
     except NeedsValuesError:
         return
-    outs = [x for x in tree_leaves(info.out) if isinstance(x, Tensor)]
+    outs = [x for x in tree_leaves(first.trace.out) if isinstance(x, Tensor)]
     others = [x for x in tree_leaves(second.trace.out) if isinstance(x, Tensor)]
     if len(outs) == len(others):
         info.metas = [
@@ -274,6 +278,8 @@ def _best(
 ) -> CallInfo:
     """The first reading under which the call splits; else the best that is right."""
     fallback: CallInfo | None = None
+    if getattr(info.func, "mixes", False):
+        return _whole_minibatch(info, first, metas)
     for attempt in _attempts(template, metas, info.n):
         found = _try(info, first, attempt, consts)
         if found is None:
@@ -284,6 +290,18 @@ def _best(
             fallback = found
     if fallback is not None:
         return fallback
+    info.steps = [_native(info, "global", len(metas), {}, None)]
+    info.mixes = True
+    return info
+
+
+def _whole_minibatch(info: CallInfo, first: _Traced, metas: list[Meta]) -> CallInfo:
+    """A call that asks to see the whole minibatch and keeps shapes as they are."""
+    outs = [x for x in tree_leaves(first.trace.out) if isinstance(x, Tensor)]
+    info.metas = [
+        next((meta for meta in metas if meta.shape == tuple(x.shape)), old)
+        for x, old in zip(outs, info.metas, strict=True)
+    ]
     info.steps = [_native(info, "global", len(metas), {}, None)]
     info.mixes = True
     return info
@@ -316,7 +334,9 @@ def _try(
         kind = "reduce" if flow.reduction is not None else "split"
         if all(layout is None for layout in layouts) and kind == "split":
             kind = "global"
-        new.steps = [_native(new, kind, len(attempt.metas), flow.input_uses, flow.reduction)]
+        # An input that no operator touches is handed through, row by row.
+        uses = {k: Use(meta.layout) for k, meta in enumerate(attempt.metas)} | flow.input_uses
+        new.steps = [_native(new, kind, len(attempt.metas), uses, flow.reduction)]
         return new
     if blocked is None and known:
         new.metas = [_meta(x, info.n, layout, y)
@@ -349,10 +369,7 @@ def _mixing(info: CallInfo, outs: list[Tensor], others: list[Tensor], inputs: in
 
 
 def _copy(info: CallInfo, template: Any) -> CallInfo:
-    return CallInfo(
-        info.func, template, info.name, list(info.metas), info.paths, info.out, [], info.results,
-        info.n, info.random, info.autocast, info.aliases, info.same, info.writes,
-    )  # fmt: skip
+    return replace(info, template=template, metas=list(info.metas), steps=[])
 
 
 def _plain_fits(

@@ -30,7 +30,11 @@ from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.template import Ref
 from koila_rl.recording.trace import OpRecord, trace
 
-__all__ = ["CannotExplode", "Propagation", "Step"]
+__all__ = ["EFFECTS", "CannotExplode", "Propagation", "Step"]
+
+
+# Operators that stand for a write outside the program, and what the engine runs for them.
+EFFECTS: dict[Any, Any] = {}
 
 
 class CannotExplode(Exception):
@@ -54,12 +58,15 @@ class Step:
     paths: tuple[tuple[Any, ...], ...]
     layouts: tuple[Layout | None, ...]
     requires_grad: tuple[bool, ...]
+    # Shape, type and device of each output at full size.
+    metas: tuple[tuple[Any, torch.dtype, torch.device], ...]
     name: str
     reduction: Reduction | None = None
     random: bool = False
     # None: as recorded. False: the casts of autocast are already written out.
     autocast: bool | None = None
     bytes_per_sample: int = 0
+    # Its aten operators, operands numbered first and outputs next, for the test of linearity.
     ops: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
@@ -276,12 +283,13 @@ class Propagation:
                 kind=kind, func=func, template=template, operands=operands,
                 outputs=tuple(self.values[id(x)] for x in outs),
                 paths=tuple(paths_of(a.out)), layouts=tuple(layouts),
-                requires_grad=tuple(x.requires_grad for x in outs), name=op.name,
+                requires_grad=tuple(x.requires_grad for x in outs),
+                metas=tuple((tuple(x.shape), x.dtype, x.device) for x in outs), name=op.name,
                 reduction=None if verdict is None else verdict.reduction,
                 random=torch.Tag.nondeterministic_seeded in a.func.tags, autocast=False,
                 bytes_per_sample=sum(x.nbytes for x in outs) // max(self.n, 1),
-                ops=((op.name, tuple(number for number, _ in operands),
-                      tuple(self.values[id(x)] for x in outs)),),
+                ops=((op.name, tuple(range(len(operands))),
+                      tuple(range(len(operands), len(operands) + len(outs)))),),
             )
         )  # fmt: skip
 
@@ -296,7 +304,7 @@ class Propagation:
             and isinstance(x, Tensor)
         ]
         if not targets:
-            return a.func
+            return EFFECTS.get(a.func, a.func)
         target = targets[0]
         if len(targets) > 1 or a.out is not target:
             self.blocked = "an operator that writes beside its result"

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from koila_rl.recording.sizes import BatchInt
 
-__all__ = ["Const", "Ref", "Slots", "fill", "flatten", "integers", "key_of", "replace_integers"]
+__all__ = [
+    "Const",
+    "Ref",
+    "Slots",
+    "fill",
+    "flatten",
+    "holes",
+    "integers",
+    "key_of",
+    "replace_integers",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +77,25 @@ def flatten(tree: Any, slots: Slots, seen: dict[int, int]) -> Any:
         return {name: flatten(item, slots, seen) for name, item in tree.items()}
     if kind is slice:
         return slice(*(flatten(x, slots, seen) for x in (tree.start, tree.stop, tree.step)))
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return kind(*(flatten(item, slots, seen) for item in tree))
+    if isinstance(tree, tuple):
+        return rebuilt(kind, [flatten(item, slots, seen) for item in tree])
     slots.consts.append(tree)
     return Const(len(slots.consts) - 1, kind)
+
+
+def holes(tree: Any, tensors: list[Tensor]) -> Any:
+    """A structure of results with a hole for each tensor, met twice or not; lists them."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return Ref(len(tensors) - 1)
+    if kind is tuple or kind is list:
+        return kind(holes(item, tensors) for item in tree)
+    if kind is dict:
+        return {name: holes(item, tensors) for name, item in tree.items()}
+    if isinstance(tree, tuple) and kind is not torch.Size:
+        return rebuilt(kind, [holes(item, tensors) for item in tree])
+    return tree
 
 
 def fill(template: Any, tensors: Sequence[Any], consts: Sequence[Any], n: int) -> Any:
@@ -88,9 +113,14 @@ def fill(template: Any, tensors: Sequence[Any], consts: Sequence[Any], n: int) -
         return {name: fill(item, tensors, consts, n) for name, item in template.items()}
     if kind is slice:
         return slice(*(fill(x, tensors, consts, n) for x in _parts(template)))
-    if isinstance(template, tuple) and hasattr(template, "_fields"):
-        return kind(*(fill(item, tensors, consts, n) for item in template))
+    if isinstance(template, tuple):
+        return rebuilt(kind, [fill(item, tensors, consts, n) for item in template])
     return template
+
+
+def rebuilt(kind: Any, items: list[Any]) -> Any:
+    """A tuple subclass of other items: named tuples take them apart, torch's results whole."""
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
 def _parts(item: slice) -> tuple[Any, Any, Any]:

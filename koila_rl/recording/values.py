@@ -139,7 +139,9 @@ class Captured:
 class Call:
     """One recorded call: its analysis, its inputs and constants, and its place in time."""
 
-    __slots__ = ("consts", "grad", "info", "inputs", "random", "sequence", "state", "where")
+    __slots__ = (
+        "checks", "consts", "grad", "info", "inputs", "random", "sequence", "state", "where",
+    )  # fmt: skip
 
     def __init__(
         self, info: CallInfo, inputs: list[Node | Captured], consts: list[Any], grad: bool
@@ -152,6 +154,8 @@ class Call:
         self.where: tuple[str, int] | None = None
         self.state: dict[str, Any] | None = None
         self.random: dict[Any, Any] | None = None
+        # Validations that were deferred before this call: (node of a truth value, message).
+        self.checks: tuple[tuple[Node, str], ...] = ()
 
 
 class Node:

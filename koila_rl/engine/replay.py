@@ -1,0 +1,293 @@
+"""Replay as generated code: straight lines over local variables, each freed after its last use.
+
+The body of a stage is one Python function of the slices of its inputs. Freeing values as
+early as the user's own code would gives eager PyTorch's peak, and no interpreter loop stands
+between two operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from koila_rl.recording.sizes import BatchInt
+from koila_rl.recording.template import Const, Ref
+
+if TYPE_CHECKING:
+    from koila_rl.engine.cuts import ProgramStep
+    from koila_rl.recording.values import Call
+
+__all__ = ["Body", "Effects", "Randomness", "compile_stage", "compile_whole"]
+
+Body = Callable[..., tuple[Any, ...]]
+
+
+class Randomness:
+    """Random state by call and microbatch: saved in the first pass, replayed in later ones."""
+
+    def __init__(self, calls: Sequence[Call], start: int, stop: int) -> None:
+        self.calls = calls
+        self.place = (start, stop)
+
+    def run(self, call: int, step: int, function: Any, args: Any, kwargs: Any) -> Any:
+        record = self.calls[call]
+        if record.random is None:
+            record.random = {}
+        device = _random_device(args)
+        key = (step, *self.place)
+        saved = record.random.get(key)
+        if saved is None:
+            record.random[key] = _get_state(device)
+            return function(*args, **kwargs)
+        outside = _get_state(device)
+        _set_state(device, saved)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_state(device, outside)
+
+
+class Effects:
+    """Steps that write to tensors outside the program run once, however often it is replayed."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+
+    def _first(self, call: int) -> bool:
+        record = self.calls[call]
+        first = record.state is None
+        record.state = {"done": True}
+        return first
+
+    def run(self, call: int, function: Any, *args: Any) -> Any:
+        return function(*args, first=self._first(call))
+
+
+def _random_device(args: Any) -> torch.device:
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            return x.device
+        if isinstance(x, list | tuple):
+            return _random_device(x)
+    return torch.device("cpu")
+
+
+def _get_state(device: torch.device) -> Any:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(device: torch.device, state: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+class _Writer:
+    """Collects lines of code and the objects that they name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"torch": torch}
+        self.known: dict[int, str] = {}
+        self.context: str | None = None
+
+    def hoist(self, value: Any) -> str:
+        name = self.known.get(id(value))
+        if name is None:
+            name = self.known[id(value)] = f"k{len(self.known)}"
+            self.names[name] = value
+        return name
+
+    def render(self, template: Any, refs: Sequence[str], offset: int) -> str:
+        kind = type(template)
+        if kind is Ref:
+            return refs[template.k]
+        if kind is Const:
+            return f"c[{offset + template.k}]"
+        if kind is BatchInt:
+            return str(template.code)
+        if kind is list:
+            return "[" + ", ".join(self.render(x, refs, offset) for x in template) + "]"
+        if kind is tuple:
+            items = [self.render(x, refs, offset) for x in template]
+            return "(" + ", ".join(items) + ("," if len(items) == 1 else "") + ")"
+        if kind is dict:
+            items = [f"{k!r}: {self.render(v, refs, offset)}" for k, v in template.items()]
+            return "{" + ", ".join(items) + "}"
+        if kind is slice:
+            parts = (template.start, template.stop, template.step)
+            return "slice(" + ", ".join(self.render(x, refs, offset) for x in parts) + ")"
+        if kind in (int, bool, str, type(None)):
+            return repr(template)
+        if isinstance(template, tuple):
+            items = [self.render(x, refs, offset) for x in template]
+            inner = ", ".join(items)
+            call = f"({inner})" if hasattr(kind, "_fields") else f"([{inner}])"
+            return self.hoist(kind) + call
+        return self.hoist(template)
+
+    def arguments(self, template: tuple[Any, Any], refs: Sequence[str], offset: int) -> str:
+        args, kwargs = template
+        items = [self.render(x, refs, offset) for x in args]
+        items += [f"{name}={self.render(x, refs, offset)}" for name, x in kwargs.items()]
+        return ", ".join(items)
+
+    def finish(self, signature: str) -> Body:
+        body = "\n".join(f"    {line}" for line in self.lines) or "    pass"
+        source = f"def body({signature}):\n{body}\n"
+        exec(compile(source, "<koila_rl replay>", "exec"), self.names)
+        function: Body = self.names["body"]
+        return function
+
+
+def _context(writer: _Writer, grad: bool, autocast: Any) -> str | None:
+    """The mode a step runs in, where it differs from gradients on and no autocast."""
+    modes = [] if grad else ["torch.no_grad()"]
+    if autocast is not None:
+        writer.names["casting"] = casting
+        modes.append(f"casting({writer.hoist(autocast)})")
+    return f"with {', '.join(modes)}:" if modes else None
+
+
+def casting(state: Any) -> Any:
+    """Autocast as it was when the call was recorded: (cpu on, type, cuda on, type)."""
+    cpu, cpu_type, cuda, cuda_type = state
+    stack = ExitStack()
+    if cpu:
+        stack.enter_context(torch.autocast("cpu", dtype=cpu_type))
+    if cuda:
+        stack.enter_context(torch.autocast("cuda", dtype=cuda_type))
+    return stack
+
+
+def _emit(
+    writer: _Writer,
+    targets: Sequence[str],
+    paths: Sequence[tuple[Any, ...]],
+    call: str,
+) -> list[str]:
+    """Lines that run a call and take its tensors apart."""
+    if not targets:
+        return [call]
+    if len(paths) == 1 and paths[0] == ():
+        return [f"{targets[0]} = {call}"]
+    lines = [f"t = {call}"]
+    for target, path in zip(targets, paths, strict=True):
+        lines.append(f"{target} = t" + "".join(f"[{key!r}]" for key in path))
+    return [*lines, "del t"]
+
+
+def _write_block(writer: _Writer, context: str | None, lines: list[str]) -> None:
+    """Add lines under a context; neighbours under the same one share it."""
+    if context is not None:
+        if writer.context != context:
+            writer.lines.append(context)
+        lines = [f"    {line}" for line in lines]
+    writer.lines += lines
+    writer.context = context
+
+
+def compile_stage(
+    steps: Sequence[ProgramStep],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    offsets: Sequence[int],
+    names: Sequence[dict[int, Any]] | None = None,
+    rows: int = 0,
+    whole: int = 0,
+) -> Body:
+    """Code for a run of steps: ``body(n, c, rnd, effects, *inputs) -> outputs``.
+
+    With ``names``, inputs are the slices of row inputs, then whole inputs, as the stage says;
+    without, they are the values ``inputs``.
+    """
+    writer = _Writer()
+    refs_of: list[list[str]] = []
+    for number, step in enumerate(steps):
+        if names is None:
+            refs_of.append([f"v{v}" for v, _ in step.operands])
+        else:
+            refs_of.append([f"{names[number][k][0]}{names[number][k][1]}"
+                            for k in range(len(step.operands))])  # fmt: skip
+    kept = {f"v{v}" for v in outputs}
+    last = {ref: number for number, refs in enumerate(refs_of) for ref in refs}
+    for number, step in enumerate(steps):
+        targets = [f"v{v}" for v in step.outputs]
+        lines = _step_lines(writer, step, number, refs_of[number], targets, offsets)
+        dead = [ref for ref in dict.fromkeys(refs_of[number])
+                if last[ref] == number and ref not in kept and ref[0] in "vr"]  # fmt: skip
+        dead += [t for t in dict.fromkeys(targets) if t not in last and t not in kept]
+        if dead:
+            lines.append("del " + ", ".join(dead))
+        cast = step.autocast if step.step.autocast is None else None
+        _write_block(writer, _context(writer, step.grad, cast), lines)
+    writer.lines.append("return (" + "".join(f"v{v}, " for v in outputs) + ")")
+    if names is None:
+        params = [f"v{v}" for v in inputs]
+    else:
+        params = [f"r{k}" for k in range(rows)] + [f"w{k}" for k in range(whole)]
+    return writer.finish(", ".join(["n", "c", "rnd", "effects", *params]))
+
+
+def _step_lines(
+    writer: _Writer,
+    step: ProgramStep,
+    number: int,
+    refs: list[str],
+    targets: list[str],
+    offsets: Sequence[int],
+) -> list[str]:
+    offset = offsets[step.call]
+    function = writer.hoist(step.step.func)
+    if step.step.random:
+        args, kwargs = step.step.template
+        items = writer.render(tuple(args), refs, offset)
+        named = writer.render(dict(kwargs), refs, offset)
+        call = f"rnd.run({step.call}, {number}, {function}, {items}, {named})"
+    elif getattr(step.step.func, "effect", False):
+        arguments = writer.arguments(step.step.template, refs, offset)
+        call = f"effects.run({step.call}, {function}, {arguments})"
+    else:
+        call = f"{function}({writer.arguments(step.step.template, refs, offset)})"
+    return _emit(writer, targets, step.step.paths, call)
+
+
+def compile_whole(
+    calls: Sequence[Call],
+    args: Sequence[Sequence[int]],
+    outs: Sequence[Sequence[int]],
+    inputs: Sequence[int],
+    roots: Sequence[int],
+    offsets: Sequence[int],
+) -> Body:
+    """Code that runs the calls as they were written, on the whole minibatch."""
+    writer = _Writer()
+    kept = {f"v{v}" for v in roots}
+    last = {f"v{v}": k for k, ins in enumerate(args) for v in ins}
+    for k, (call, ins, results) in enumerate(zip(calls, args, outs, strict=True)):
+        info = call.info
+        refs = [f"v{v}" for v in ins]
+        function = writer.hoist(getattr(info.func, "whole", info.func))
+        size = str(info.n)
+        arguments = writer.arguments(info.template, refs, offsets[k])
+        if info.random:
+            a, b = info.template
+            items = writer.render(tuple(a), refs, offsets[k])
+            named = writer.render(dict(b), refs, offsets[k])
+            text = f"rnd.run({k}, -1, {function}, {items}, {named})"
+        elif hasattr(info.func, "whole"):
+            text = f"effects.run({k}, {function}, {arguments})"
+        else:
+            text = f"{function}({arguments})"
+        lines = [f"n = {size}", *_emit(writer, [f"v{v}" for v in results], info.paths, text)]
+        dead = [ref for ref in dict.fromkeys(refs) if last[ref] == k and ref not in kept]
+        dead += [f"v{v}" for v in results if f"v{v}" not in last and f"v{v}" not in kept]
+        if dead:
+            lines.append("del " + ", ".join(dead))
+        _write_block(writer, _context(writer, call.grad, info.autocast), lines)
+    writer.lines.append("return (" + "".join(f"v{v}, " for v in roots) + ")")
+    return writer.finish(", ".join(["n", "c", "rnd", "effects", *[f"v{v}" for v in inputs]]))

@@ -1,0 +1,200 @@
+"""Append calls to the program: look up or make their analysis, and hand out lazy results."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from koila_rl.recording.analysis import CallInfo, NeedsValuesError, analyse, describe_function
+from koila_rl.recording.clock import optimizer_steps
+from koila_rl.recording.template import Slots, fill, flatten, key_of
+from koila_rl.recording.tensor import Group, LazyTensor, untouched
+from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of
+from koila_rl.recording.writes import ViewStep, record_write
+
+__all__ = ["analyses", "record", "run_eagerly"]
+
+# Analyses by call form. Each belongs to a form, not to a program: programs may alternate.
+_KNOWN: dict[Any, CallInfo | dict[Any, CallInfo]] = {}
+_LIMIT = 50_000
+_count = 0
+
+
+def analyses() -> int:
+    """How many calls have been analysed so far; a repeated program adds none."""
+    return _count
+
+
+def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record ``func(*args, **kwargs)`` and return its result as lazy tensors."""
+    slots = Slots([], [])
+    template = (flatten(args, slots, {}), flatten(kwargs, slots, {}))
+    lazies = [x for x in slots.tensors if isinstance(x, LazyTensor)]
+    if not lazies:
+        with untouched():
+            return func(*args, **kwargs)
+    if all(x._node.attached is not None for x in lazies):
+        real = [x._node.attached if isinstance(x, LazyTensor) else x for x in slots.tensors]
+        args, kwargs = fill(template, real, slots.consts, _minibatch(lazies))
+        return func(*args, **kwargs)
+    n = _minibatch(lazies)
+    metas = [_meta_in(x, n) for x in slots.tensors]
+    try:
+        info = _analysis(func, template, metas, slots.consts, n)
+    except NeedsValuesError as reason:
+        return run_eagerly(func, template, slots, lazies[0], str(reason))
+    if info.writes:
+        if any(not isinstance(slots.tensors[k], LazyTensor) for k in info.writes):
+            return run_eagerly(func, template, slots, lazies[0], "")
+        return record_write(func, template, slots, info)
+    return append(info, template, slots, lazies[0])
+
+
+def append(info: CallInfo, template: Any, slots: Slots, like: LazyTensor) -> Any:
+    """The call node, and lazy tensors for its results."""
+    inputs: list[Node | Captured] = [
+        x._node if isinstance(x, LazyTensor) else Captured(x, optimizer_steps())
+        for x in slots.tensors
+    ]
+    if not info.metas:
+        return info.out
+    runtime = like._runtime
+    call = Call(info, inputs, slots.consts, torch.is_grad_enabled())
+    call.checks = runtime.checks()
+    if info.mixes:
+        call.where = _caller()
+    outs: list[Any] = []
+    for index, meta in enumerate(info.metas):
+        same = info.same[index]
+        if same is not None and isinstance(slots.tensors[same], LazyTensor):
+            outs.append(slots.tensors[same])
+            continue
+        tensor = LazyTensor(Node(call, index, meta), runtime)
+        runtime.track(tensor)
+        alias = info.aliases[index]
+        if alias is not None and isinstance(slots.tensors[alias], LazyTensor):
+            _join(slots.tensors[alias], tensor, info, slots, alias, index)
+        outs.append(tensor)
+    return fill(info.out, outs, (), 0)
+
+
+def _join(
+    base: LazyTensor, view: LazyTensor, info: CallInfo, slots: Slots, hole: int, index: int
+) -> None:
+    """The result shares storage with an input: remember how to get there from its base."""
+    group = base._group
+    if group is None:
+        group = Group(base._node)
+        group.join(base, ())
+    others = [None if k == hole else x for k, x in enumerate(slots.tensors)]
+    step = ViewStep(info.func, info.template, others, slots.consts, hole, info.paths[index])
+    group.join(view, (*base._chain, step))
+
+
+def _minibatch(lazies: list[LazyTensor]) -> int:
+    """The minibatch size of the call: the largest among its batched inputs."""
+    n = 0
+    for x in lazies:
+        meta = x._node.meta
+        if meta.layout is not None and meta.n > n:
+            n = meta.n
+    return n or max(x._node.meta.n for x in lazies)
+
+
+def _meta_in(x: Tensor, n: int) -> Meta:
+    if not isinstance(x, LazyTensor):
+        meta = meta_of(x)
+        if not x.is_floating_point() and n in meta.shape and _is_row_index(x, n):
+            return intern(Meta(*_fields(meta)[:-1], row_index=True))
+        return meta
+    meta = x._node.meta
+    if meta.n == n:
+        return meta
+    # A value of another minibatch size is whole here.
+    return intern(
+        Meta(meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad, None, n,
+             meta.shape, meta.stride)  # fmt: skip
+    )
+
+
+def _fields(meta: Meta) -> tuple[Any, ...]:
+    return (meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad, meta.layout,
+            meta.n, meta.shape2, meta.stride2, meta.row_index)  # fmt: skip
+
+
+def _is_row_index(x: Tensor, n: int) -> bool:
+    """Whether x is ``arange(N)``, possibly with further dimensions of size 1."""
+    if n <= 1 or x.dtype not in (torch.int64, torch.int32) or x.numel() != n:
+        return False
+    with untouched(), torch.no_grad():
+        return bool(torch.equal(x.reshape(-1).long(), torch.arange(n, device=x.device)))
+
+
+def _analysis(
+    func: Any, template: Any, metas: list[Meta], consts: list[Any], n: int
+) -> CallInfo:
+    global _count
+    autocast = _autocast_state()
+    key = (func, key_of(template), tuple(map(id, metas)), n, torch.is_grad_enabled(), autocast)
+    try:
+        known = _KNOWN.get(key)
+    except TypeError:
+        key, known = (id(func), *key[1:]), None
+    fixed = tuple(x if isinstance(x, float) else id(x) for x in consts)
+    if isinstance(known, dict):
+        known = known.get(fixed)
+    if known is not None:
+        return known
+    batched = sum(meta.layout is not None for meta in metas)
+    _count += 1
+    info = analyse(func, template, metas, consts, n, batched)
+    info.autocast = autocast
+    if len(_KNOWN) > _LIMIT:
+        _KNOWN.clear()
+    objects = any(not isinstance(x, float) for x in consts)
+    if not consts or not (info.exploded or objects or info.writes):
+        _KNOWN[key] = info
+    else:
+        # Replayed operator by operator, the constants are written into the steps.
+        variants = _KNOWN.setdefault(key, {})
+        if isinstance(variants, dict):
+            if len(variants) > 64:
+                variants.clear()
+            variants[fixed] = info
+    # Keys hold ids: keep what they name alive as long as the entry.
+    info.keep = (metas, consts, func)
+    return info
+
+
+def _autocast_state() -> Any:
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return None
+    return (
+        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"),
+    )  # fmt: skip
+
+
+def run_eagerly(func: Any, template: Any, slots: Slots, like: LazyTensor, reason: str) -> Any:
+    """Run the call now, on real tensors that carry their graphs."""
+    real = [
+        x._runtime.attached(x._node) if isinstance(x, LazyTensor) else x for x in slots.tensors
+    ]
+    if reason:
+        like._runtime.eager(describe_function(func))
+    args, kwargs = fill(template, real, slots.consts, _minibatch([like]))
+    return func(*args, **kwargs)
+
+
+def _caller() -> tuple[str, int] | None:
+    """File and line of the code outside torch and this package that made the call."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if not any(part in name for part in ("/torch/", "/koila_rl/recording/", "/koila_rl/pending")):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None

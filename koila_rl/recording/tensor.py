@@ -1,0 +1,142 @@
+"""`LazyTensor`: a tensor whose value is a recorded program.
+
+Calls that touch one arrive in ``__torch_function__`` and are recorded; under an active
+functorch transform they arrive in ``__torch_dispatch__``, as aten operators, and are recorded
+there. What a lazy tensor does when asked for a value is the business of its `Runtime`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from koila_rl.recording.values import Node
+
+__all__ = ["HANDLERS", "LazyTensor", "Runtime", "untouched"]
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Any, Handler] = {}
+
+untouched = torch._C.DisableTorchFunctionSubclass
+
+
+class Runtime(Protocol):
+    """What a lazy tensor asks of the rest of the library."""
+
+    def value(self, node: Node) -> Tensor: ...
+
+    def attached(self, node: Node) -> Tensor: ...
+
+    def backward(self, node: Node, **options: Any) -> None: ...
+
+    def gradients(self, outputs: Any, inputs: Any, options: Any) -> Any: ...
+
+    def hook(self, tensor: LazyTensor, hook: Any) -> Any: ...
+
+    def retain(self, tensor: LazyTensor) -> None: ...
+
+    def leaf(self, node: Node, flag: bool) -> Node: ...
+
+    def track(self, tensor: LazyTensor) -> None: ...
+
+    def defer_check(self, tensor: LazyTensor, message: str) -> None: ...
+
+    def checks(self) -> tuple[tuple[Node, str], ...]: ...
+
+    def eager(self, name: str) -> None: ...
+
+
+class Group:
+    """Lazy tensors that share storage: the base and its views, each with its chain of views."""
+
+    __slots__ = ("base", "members")
+
+    def __init__(self, base: Node) -> None:
+        self.base = base
+        self.members: list[weakref.ref[LazyTensor]] = []
+
+    def join(self, tensor: LazyTensor, chain: tuple[Any, ...]) -> None:
+        tensor._group, tensor._chain = self, chain
+        self.members.append(weakref.ref(tensor))
+
+    def live(self) -> list[LazyTensor]:
+        alive = [(ref, ref()) for ref in self.members]
+        self.members = [ref for ref, tensor in alive if tensor is not None]
+        return [tensor for _, tensor in alive if tensor is not None]
+
+
+class LazyTensor(Tensor):
+    """A recorded value: shape, type and device of the whole minibatch, and no data."""
+
+    _node: Node
+    _runtime: Runtime
+    _group: Group | None
+    _chain: tuple[Any, ...]
+
+    @staticmethod
+    def __new__(cls, node: Node, runtime: Runtime) -> LazyTensor:
+        meta = node.meta
+        self: LazyTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device
+        )
+        self._node = node
+        self._runtime = runtime
+        self._group = None
+        self._chain = ()
+        return self
+
+    def __init__(self, node: Node, runtime: Runtime) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(args, kwargs or {})
+        from koila_rl.recording.recorder import record
+
+        return record(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        from koila_rl.recording.recorder import record
+
+        return record(func, args, kwargs or {})
+
+    def __len__(self) -> int:
+        if not self._node.meta.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._node.meta.shape[0]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._runtime.value(self._node).clone().__reduce_ex__(protocol)
+
+    def __copy__(self) -> LazyTensor:
+        from koila_rl.recording.recorder import record
+
+        with torch.no_grad():
+            same: LazyTensor = record(torch.Tensor.view_as, (self, self), {})
+        return same
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        found = memo.get(id(self))
+        if found is None:
+            if self._node.meta.requires_grad and not self.is_leaf:
+                raise RuntimeError(
+                    "Only Tensors created explicitly by the user (graph leaves) support the "
+                    "deepcopy protocol at the moment. Use x.detach() or x.clone() first."
+                )
+            found = memo[id(self)] = self._runtime.value(self._node).clone()
+        copy: Tensor = found
+        return copy

@@ -1,0 +1,133 @@
+"""Writes to lazy tensors: in-place calls, ``out=``, and assignments through views.
+
+A write becomes a call that copies the base of the storage, goes through the chain of views to
+the written part, runs the in-place call there and returns the new base. Every live member of
+the storage then stands for its view of the new base. Replays are free of side effects, so the
+wrapped source is never changed, and a write may meet values of any stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from koila_rl.errors import UnsupportedError
+from koila_rl.recording.sizes import batch_shape
+from koila_rl.recording.template import Slots, fill, key_of
+from koila_rl.recording.tensor import Group, LazyTensor
+from koila_rl.recording.values import Node, Source, meta_of
+
+__all__ = ["ViewStep", "record_write"]
+
+
+@dataclass(slots=True)
+class ViewStep:
+    """One call from a base towards a view of it."""
+
+    func: Any
+    template: Any
+    others: list[Any]
+    consts: list[Any]
+    hole: int
+    path: tuple[Any, ...]
+
+    def apply(self, base: Tensor, n: int) -> Tensor:
+        tensors = [base if k == self.hole else x for k, x in enumerate(self.others)]
+        args, kwargs = fill(self.template, tensors, self.consts, n)
+        result = self.func(*args, **kwargs)
+        for key in self.path:
+            result = result[key]
+        view: Tensor = result
+        return view
+
+    @property
+    def key(self) -> Any:
+        consts = tuple(x if isinstance(x, float) else id(x) for x in self.consts)
+        return (self.func, key_of(self.template), consts, self.hole, self.path)
+
+
+class _Chain:
+    """Functions built from a chain of views compare by what they do, so analyses repeat."""
+
+    def __init__(self, chain: tuple[ViewStep, ...], key: Any) -> None:
+        self.chain = chain
+        self.key = (type(self), tuple(step.key for step in chain), key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Chain) and self.key == other.key
+
+    def view(self, base: Tensor, n: int) -> Tensor:
+        for step in self.chain:
+            base = step.apply(base, n)
+        return base
+
+
+class ViewOf(_Chain):
+    """The view of a base at the end of a chain."""
+
+    __name__ = "view"
+
+    def __call__(self, base: Tensor, n: int) -> Tensor:
+        return self.view(base, int(n))
+
+
+class Written(_Chain):
+    """The base after an in-place call on one of its views."""
+
+    def __init__(self, chain: tuple[ViewStep, ...], func: Any, template: Any, hole: int) -> None:
+        super().__init__(chain, (func, key_of(template), hole))
+        self.func, self.template, self.hole = func, template, hole
+        self.__name__ = getattr(func, "__name__", "write")
+
+    def __call__(self, base: Tensor, tensors: list[Tensor], consts: list[Any], n: int) -> Tensor:
+        new = base.clone()
+        target = self.view(new, int(n))
+        holes: list[Any] = list(tensors)
+        holes.insert(self.hole, target)
+        args, kwargs = fill(self.template, holes, consts, int(n))
+        self.func(*args, **kwargs)
+        return new
+
+
+def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
+    """Record an in-place call on a lazy tensor and move its storage group to the new base."""
+    from koila_rl.recording.recorder import record
+
+    if len(info.writes) > 1:
+        raise UnsupportedError(f"{info.name} writes to several lazy tensors at once")
+    hole = info.writes[0]
+    target: LazyTensor = slots.tensors[hole]
+    group = target._group
+    if group is None:
+        group = Group(target._node)
+        group.join(target, ())
+    runtime = target._runtime
+    base = LazyTensor(group.base, runtime)
+    others = [x for k, x in enumerate(slots.tensors) if k != hole]
+    write = Written(target._chain, func, template, hole)
+    n = info.n
+    size = batch_shape(n) if n > 1 else n
+    group.base = node_of(record(write, (base, others, slots.consts, size), {}))
+    new = LazyTensor(group.base, runtime)
+    for member in group.live():
+        if member._chain:
+            member._node = node_of(record(ViewOf(member._chain, None), (new, size), {}))
+        else:
+            member._node = group.base
+    outs = [slots.tensors[same] if same is not None else target for same in info.same]
+    return fill(info.out, outs, (), 0)
+
+
+def node_of(result: Tensor) -> Node:
+    """The node of a recorded result, or of one that was computed at once."""
+    if isinstance(result, LazyTensor):
+        return result._node
+    meta = meta_of(result)
+    node = Node(Source(result.detach(), None, meta), 0, meta)
+    node.attached, node.value = result, result.detach()
+    return node

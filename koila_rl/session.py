@@ -1,0 +1,277 @@
+"""Plan and run recorded programs: what happens when somebody needs a value."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from koila_rl.engine.gradients import Execution, RowSource
+from koila_rl.engine.program import Bound, bind, calls_behind
+from koila_rl.engine.replay import Effects, Randomness
+from koila_rl.errors import ConfigurationError, StaleValueError, UnsplitWarning
+from koila_rl.memory.choose import choose
+from koila_rl.memory.plan import Plan
+from koila_rl.recording.clock import stepped_since
+from koila_rl.recording.values import Captured, Node, Source
+
+__all__ = ["last_plan", "note_eager", "plan", "run_backward", "run_graph", "run_values", "source_tensor"]
+
+# Values that somebody still holds are computed along, up to this size a sample.
+SMALL = 64
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.eager: list[str] = []
+
+
+_local = _Local()
+_warned: set[tuple[str, ...]] = set()
+
+
+def last_plan() -> Plan | None:
+    """The plan of the last run in this thread; None before the first."""
+    return _local.plan
+
+
+def note_eager(name: str) -> None:
+    """A call that had to see values ran on the whole minibatch, outside any program."""
+    _local.eager.append(name)
+    _warn((name,), f"{name} looks at values, so it ran at once on the whole minibatch")
+
+
+def _warn(key: tuple[str, ...], message: str) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, UnsplitWarning, stacklevel=4)
+
+
+def source_tensor(node: Node) -> Tensor:
+    """All rows of a wrapped minibatch."""
+    source = node.call
+    assert isinstance(source, Source)
+    if source.data is None:
+        source.data = RowSource(node).slice(0, node.meta.n)
+    return source.data
+
+
+def _checks(roots: Iterable[Node]) -> list[tuple[Node, str]]:
+    found: dict[int, tuple[Node, str]] = {}
+    for call in calls_behind(roots):
+        for node, message in call.checks:
+            if node.value is None:
+                found[id(node)] = (node, message)
+    return list(found.values())
+
+
+def _companions(roots: Sequence[Node], live: Sequence[Node], small: bool) -> list[Node]:
+    """Live values that share recorded calls with the roots, and are small where that matters."""
+    known = {id(call) for call in calls_behind(roots)}
+    chosen = {id(root) for root in roots}
+    found = []
+    for node in live:
+        if id(node) in chosen:
+            continue
+        meta = node.meta
+        if small and meta.nbytes > SMALL * max(meta.n, 1):
+            continue
+        if any(id(call) in known for call in calls_behind([node])):
+            found.append(node)
+    return found
+
+
+def _check_fresh(bound: Bound) -> None:
+    """Refuse to run on tensors that changed after they were recorded."""
+    for call in bound.calls:
+        if call.state is not None:
+            continue
+        for x in call.inputs:
+            if isinstance(x, Captured):
+                tensor = x.tensor
+                changed = (
+                    (not tensor.is_inference() and tensor._version != x.version)
+                    or (x.pointer and tensor.data_ptr() != x.pointer)
+                    or stepped_since(tensor, x.steps)
+                )
+                if changed:
+                    raise StaleValueError(
+                        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} changed after "
+                        f"{call.info.name} was recorded with it, so its value at record time can "
+                        "no longer be computed. Read the value before the change, or keep it alive "
+                        "during backward(): values of up to 64 bytes a sample that are still held "
+                        "are computed along."
+                    )
+    for item in bound.tensors:
+        source = item.call if isinstance(item, Node) else None
+        if isinstance(source, Source) and item.attached is None:
+            if source.rows is not None and source.data is None:
+                source.rows.check()
+            elif source.data is not None and source.pointer and (
+                (not source.data.is_inference() and source.data._version != source.version)
+                or source.data.data_ptr() != source.pointer
+            ):
+                raise StaleValueError(
+                    f"the wrapped tensor of shape {tuple(source.data.shape)} changed in place after "
+                    "koila_rl.lazy() took it and before the recorded program ran. Change a copy, "
+                    "or run the program first."
+                )
+
+
+@contextmanager
+def _neutral() -> Iterator[None]:
+    """Autocast off: every recorded call carries its own state."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    else:
+        yield
+
+
+def _run_whole(bound: Bound) -> list[Tensor]:
+    """Run the calls as they were written; results carry PyTorch's own graph."""
+    inputs = []
+    for item in bound.tensors:
+        if isinstance(item, Captured):
+            inputs.append(item.tensor)
+        elif item.attached is not None:
+            inputs.append(item.attached)
+        else:
+            inputs.append(source_tensor(item))
+    n = bound.program.n
+    with torch.enable_grad(), _neutral():
+        results = bound.program.whole(
+            n, bound.consts, Randomness(bound.calls, 0, n), Effects(bound.calls), *inputs
+        )
+    return list(results)
+
+
+def _settle(node: Node, result: Tensor, attached: bool) -> None:
+    node.value = result.detach()
+    if attached or not node.meta.requires_grad:
+        node.attached = result
+
+
+def _verify_checks(checks: Sequence[tuple[Node, str]]) -> None:
+    for node, message in checks:
+        assert node.value is not None
+        if not bool(node.value.all()):
+            raise ValueError(message)
+
+
+def _note(plan: Plan) -> None:
+    if _local.eager:
+        names = tuple(dict.fromkeys((*plan.unsplit, *_local.eager)))
+        plan = _with_unsplit(plan, names)
+        _local.eager = []
+    _local.plan = plan
+    if plan.unsplit_details and plan.split:
+        _warn(plan.unsplit, "; ".join(str(detail) for detail in plan.unsplit_details))
+
+
+def _with_unsplit(plan: Plan, names: tuple[str, ...]) -> Plan:
+    from dataclasses import replace
+
+    return replace(plan, unsplit=names)
+
+
+def _gather(
+    roots: list[Node], live: Sequence[Node], target: Node | None, purpose: str
+) -> tuple[Bound, Plan, list[tuple[Node, str]]]:
+    """Roots with their companions and validations as one program, and its plan."""
+    checks = _checks(roots)
+    every = [*roots, *_companions(roots, live, small=True)]
+    chosen = {id(node) for node in every}
+    every += [node for node, _ in checks if id(node) not in chosen]
+    bound = bind(every, target)
+    _check_fresh(bound)
+    plan = choose(bound, purpose)
+    if not plan.split and live:
+        wide = _companions(roots, live, small=False)
+        if len(wide) > len(every) - len(roots) - len(checks):
+            every = [*roots, *wide]
+            chosen = {id(node) for node in every}
+            every += [node for node, _ in checks if id(node) not in chosen]
+            bound = bind(every, target)
+    return bound, plan, checks
+
+
+def run_values(node: Node, live: Sequence[Node]) -> None:
+    """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
+    bound, plan, checks = _gather([node], live, None, "value")
+    _note(plan)
+    if not plan.split:
+        for root, result in zip(bound.roots, _run_whole(bound), strict=True):
+            _settle(root, result, attached=True)
+    else:
+        with _neutral():
+            results = Execution(bound, plan.microbatch_size).run(grad=False)
+        for root, result in zip(bound.roots, results, strict=True):
+            _settle(root, result, attached=False)
+    _verify_checks(checks)
+
+
+def run_graph(
+    nodes: Sequence[Node], live: Sequence[Node], whole: bool = False, cuts: Sequence[Any] = ()
+) -> None:
+    """Compute values with graphs that reach the tensors they were made from."""
+    bound, plan, checks = _gather(list(nodes), live, None, "graph")
+    _note(plan)
+    if not plan.split or whole or cuts:
+        for root, result in zip(bound.roots, _run_whole(bound), strict=True):
+            _settle(root, result, attached=True)
+    else:
+        with _neutral(), torch.enable_grad():
+            results = Execution(bound, plan.microbatch_size, strict=False).run(grad=True)
+        wanted = {id(node) for node in nodes}
+        for root, result in zip(bound.roots, results, strict=True):
+            _settle(root, result, attached=id(root) in wanted)
+    _verify_checks(checks)
+
+
+def run_backward(
+    node: Node, gradient: Tensor | None, create_graph: bool, live: Sequence[Node]
+) -> None:
+    """Run the program of a loss for the backward that follows at once."""
+    if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    bound, plan, checks = _gather([node], live, node, "backward")
+    _note(plan)
+    if not plan.split or create_graph:
+        results = _run_whole(bound)
+        for root, result in zip(bound.roots, results, strict=True):
+            _settle(root, result, attached=True)
+    else:
+        seed = gradient
+        if seed is None:
+            seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
+        with _neutral(), torch.enable_grad():
+            results = Execution(bound, plan.microbatch_size).run(grad=True, gradient=seed)
+        for root, result in zip(bound.roots, results, strict=True):
+            _settle(root, result, attached=root is node)
+    _verify_checks(checks)
+
+
+
+
+def plan(loss: Tensor) -> Plan:
+    """What a backward from ``loss`` would run, without running it; ``print`` it.
+
+    Args:
+        loss: a recorded value.
+    """
+    from koila_rl.recording.tensor import LazyTensor
+
+    if not isinstance(loss, LazyTensor):
+        raise ConfigurationError(
+            f"plan() needs a recorded value, got {type(loss).__name__}; compute the loss on a "
+            "minibatch from koila_rl.lazy()"
+        )
+    node = loss._node
+    return choose(bind([node], node), "backward")
