@@ -25,10 +25,9 @@ from koila_rl.wrapping import lazy, materialize
 if TYPE_CHECKING:
     from koila_rl import agents
     from koila_rl.buffers import PrioritizedReplayBuffer, ReplayBuffer, RolloutBuffer, wrap
-    from koila_rl.checkpoint import load
     from koila_rl.evaluation import Evaluation, evaluate
     from koila_rl.memory.simulated import SimulatedDevice
-    from koila_rl.training import TrainResult, train
+    from koila_rl.training import TrainResult, load, train
 
 # Imported when first asked for, so that the engine alone stays quick to import.
 _LATER = {
@@ -41,7 +40,7 @@ _LATER = {
     "TrainResult": "koila_rl.training",
     "evaluate": "koila_rl.evaluation",
     "Evaluation": "koila_rl.evaluation",
-    "load": "koila_rl.checkpoint",
+    "load": "koila_rl.training",
 }
 
 __all__ = [

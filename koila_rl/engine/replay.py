@@ -218,6 +218,9 @@ def compile_stage(
     for number, step in enumerate(steps):
         targets = [f"v{v}" for v in step.outputs]
         lines = _step_lines(writer, step, number, refs_of[number], targets, offsets)
+        if names is None:
+            # Global steps see the whole minibatch.
+            lines.insert(0, f"n = {step.n}")
         dead = [ref for ref in dict.fromkeys(refs_of[number])
                 if last[ref] == number and ref not in kept and ref[0] in "vr"]  # fmt: skip
         dead += [t for t in dict.fromkeys(targets) if t not in last and t not in kept]

@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+from torch._C._autograd import (
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
+    _profiler_enabled,
+)
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "allocator_record",
+    "profiler_enabled",
+]
+
+profiler_enabled = _profiler_enabled
+
+
+def allocator_record(run: Callable[[], object]) -> Iterator[tuple[str, int]]:
+    """What PyTorch's CPU allocator did while ``run`` ran in this thread, in order.
+
+    Yields ``("", nbytes)`` for an allocation and ``("", -nbytes)`` for a free, and around those
+    that an operator made ``("push:" + name, 0)`` and ``("pop", 0)``.
+    """
+    # Not torch.profiler, which reads the same record but writes to stderr at each start.
+    options = (False, True, False, False, False, _ExperimentalConfig())  # only memory
+    config = ProfilerConfig(ProfilerState.CPU, *options)
+    _enable_profiler_legacy(config)
+    try:
+        run()
+    finally:
+        threads = _disable_profiler_legacy()
+    for event in (event for thread in threads for event in thread):
+        kind = str(event.kind())
+        if kind == "memory_alloc":
+            yield "", event.cpu_memory_usage()
+        elif kind in ("push", "pop"):
+            yield "pop" if kind == "pop" else f"push:{event.name()}", 0

@@ -105,13 +105,15 @@ def _variance(op: Op) -> Verdict | None:
         count *= operand.shape[d]
     if operand.tensor.is_complex():
         return None
-    return Verdict(
-        decomposition=partial(_two_pass_variance, op.name, dims, keep, count, correction)
-    )
+
+    def two_pass(x: Tensor, *_: Any, **__: Any) -> Any:
+        return _variance_of(op.name, x, dims, keep, count, correction)
+
+    return Verdict(decomposition=two_pass)
 
 
-def _two_pass_variance(
-    name: str, dims: list[int], keep: bool, count: int, correction: float, x: Tensor, *_: Any, **__: Any
+def _variance_of(
+    name: str, x: Tensor, dims: list[int], keep: bool, count: int, correction: float
 ) -> Any:
     """Sums of deviations from the mean: the numerically safe form, and it splits."""
     mean = x.mean(dims, keepdim=True)

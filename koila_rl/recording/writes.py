@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from koila_rl.errors import UnsupportedError
 from koila_rl.recording.sizes import batch_shape
 from koila_rl.recording.template import Slots, fill, key_of
 from koila_rl.recording.tensor import Group, LazyTensor
@@ -99,7 +98,7 @@ def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
     from koila_rl.recording.recorder import record
 
     if len(info.writes) > 1:
-        raise UnsupportedError(f"{info.name} writes to several lazy tensors at once")
+        return _write_several(func, template, slots, info)
     hole = info.writes[0]
     target: LazyTensor = slots.tensors[hole]
     group = target._group
@@ -121,6 +120,32 @@ def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
             member._node = group.base
     outs = [slots.tensors[same] if same is not None else target for same in info.same]
     return fill(info.out, outs, (), 0)
+
+
+def _write_several(func: Any, template: Any, slots: Slots, info: Any) -> Any:
+    """A call that writes to several lazy tensors runs at once, on copies of their storages."""
+    real = [
+        x._runtime.attached(x._node) if isinstance(x, LazyTensor) else x for x in slots.tensors
+    ]
+    groups = []
+    for k in info.writes:
+        target: LazyTensor = slots.tensors[k]
+        group = target._group
+        if group is None:
+            group = Group(target._node)
+            group.join(target, ())
+        base = target._runtime.attached(group.base).clone()
+        real[k] = ViewOf(target._chain, None).view(base, info.n) if target._chain else base
+        groups.append((group, base))
+        target._runtime.eager(info.name)
+    args, kwargs = fill(template, real, slots.consts, info.n)
+    result = func(*args, **kwargs)
+    for group, base in groups:
+        group.base = node_of(base)
+        for member in group.live():
+            view = ViewOf(member._chain, None).view(base, info.n) if member._chain else base
+            member._node = node_of(view)
+    return result
 
 
 def node_of(result: Tensor) -> Node:
