@@ -40,6 +40,14 @@ def test_scratch_memory_is_named():
     assert measure_workspace(run, live_bytes=1).workspace_bytes == workspace.allocator_bytes - 1
 
 
+def test_what_no_operator_allocates_has_no_name():
+    def run() -> None:
+        torch.ones(4)
+        torch.UntypedStorage(MIB)
+
+    assert allocator_peak(run) == (MIB, "")
+
+
 def nature_cnn() -> nn.Module:
     convolutions = nn.Conv2d(4, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3, 1)
     layers = [layer for conv in convolutions for layer in (conv, nn.ReLU())]
