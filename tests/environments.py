@@ -73,7 +73,7 @@ class Identity(gym.Env[Any, Any]):
 
 
 class Pictures(gym.Env[Any, Any]):
-    """uint8 images of one brightness; the bright ones ask for action 1."""
+    """uint8 images, bright on one side: action 0 is right for the left one, 1 for the other."""
 
     action_space = gym.spaces.Discrete(2)
 
@@ -82,8 +82,11 @@ class Pictures(gym.Env[Any, Any]):
         self.count = 0
 
     def _draw(self) -> Any:
-        self.bright = int(self.np_random.integers(2))
-        return np.full(self.observation_space.shape, 200 if self.bright else 20, np.uint8)
+        assert self.observation_space.shape is not None
+        self.side = int(self.np_random.integers(2))
+        image = np.full(self.observation_space.shape, 20, np.uint8)
+        image[:, 18:] = 200
+        return image if self.side else 220 - image
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -92,7 +95,7 @@ class Pictures(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.count += 1
-        reward = float(action == self.bright)
+        reward = float(action == self.side)
         return self._draw(), reward, False, self.count >= 10, {}
 
 

@@ -1,0 +1,88 @@
+"""The command line: the same as train(), and one line with exit code 2 for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from koila_rl.cli import main
+
+QUICK = "--total-timesteps 300 --n-envs 2 --n-steps 16 --batch-size 32 --n-epochs 1 --no-progress"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_train_then_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"train CartPole-v1 {QUICK} --memory 64MiB --run-dir a --learning-rate linear:1e-3"
+    assert main([*line.split(), "--net-arch=16,8"]) == 0
+    assert "koila-rl evaluate a" in capsys.readouterr().out
+    config = json.loads(Path("a/config.json").read_text())
+    assert config["memory"] == "64MiB"
+    assert config["hyperparameters"]["learning_rate"] == {"linear": [1e-3, 0.0]}
+    assert config["hyperparameters"]["net_arch"] == [16, 8]
+    assert main(["evaluate", "a", "--episodes", "3"]) == 0
+    assert "CartPole-v1: 3 episodes: mean return" in capsys.readouterr().out
+
+
+def test_a_fixed_microbatch_is_in_the_plan() -> None:
+    assert main(f"train CartPole-v1 {QUICK} --microbatch 8 --run-dir a".split()) == 0
+    assert "8" in Path("a/plan.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train CartPol-v1", "did you mean CartPole-v1"),
+        ("train CartPole-v1 --lerning-rate 3", "did you mean --learning-rate"),
+        ("train CartPole-v1 --total-timestep 3", "did you mean --total-timesteps"),
+        ("train CartPole-v1 --learning-rate", "--learning-rate needs a value"),
+        ("train CartPole-v1 --learning-rate fast", "--learning-rate is 'fast'"),
+        ("train CartPole-v1 --memory 64bananas", "64bananas"),
+        ("train CartPole-v1 --microbatch 0", "microbatch"),
+        ("train CartPole-v1 --agent pp", "did you mean ppo"),
+        ("train CartPole-v1 --n-steps 1 --n-envs 1", "= 1"),
+        ("train CartPole-v1 --batch-size 257", "batch_size is 257"),
+        ("train Blackjack-v1", "Tuple"),
+        ("evaluate nowhere", "nowhere is not the folder of a run"),
+        ("evaluate nowhere --gamma 1", "evaluate takes no hyperparameters"),
+    ],
+)
+def test_bad_input_is_one_line_exit_code_2_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    short = ["--total-timesteps", "64"] if arguments.startswith("train") else []
+    assert main([*arguments.split(), *short]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert error.startswith("koila-rl: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", ["", "play CartPole-v1", "train X --total-timesteps many"])
+def test_what_does_not_parse_exits_with_2(arguments: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+
+
+def test_help_names_the_hyperparameters(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--help"])
+    assert caught.value.code == 0
+    assert "--gae-lambda" in capsys.readouterr().out
+
+
+def test_module_and_installed_command_are_the_same() -> None:
+    command = str(Path(sys.executable).with_name("koila-rl"))
+    for program in ([command], [sys.executable, "-m", "koila_rl"]):
+        done = subprocess.run([*program, "evaluate", "x"], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.startswith("koila-rl: x is not the folder of a run")
