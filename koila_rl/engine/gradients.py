@@ -294,12 +294,10 @@ class Totals:
             elif reduction.combine is not None:
                 self.values[k] = [*(self.values[k] or ()), out]
             else:
-                part = out
-                if reduction.weight == "mean":
-                    part = out * ((stop - start) / self.stage.n)
-                self.values[k] = part if self.values[k] is None else self.values[k].add_(part)
-                if self.values[k] is out:
-                    self.values[k] = out.clone()
+                # A mean is the sum divided once: as exact as eager's, also in low precision.
+                part = out * (stop - start) if reduction.weight == "mean" else out
+                whole = self.values[k]
+                self.values[k] = part.clone() if whole is None else whole.add_(part)
 
     def joined(self, whole: Tensor | None, out: Tensor, v: int, start: int, stop: int) -> Tensor:
         layout, n = self.stage.layouts[v], self.stage.n
@@ -311,7 +309,16 @@ class Totals:
         return whole
 
     def finish(self) -> tuple[Tensor, ...]:
-        return tuple(torch.stack(x) if isinstance(x, list) else x for x in self.values)
+        return tuple(
+            self.finished(v, x) for v, x in zip(self.stage.outputs, self.values, strict=True)
+        )
+
+    def finished(self, v: int, x: Any) -> Tensor:
+        if isinstance(x, list):
+            return torch.stack(x)
+        reduction = self.stage.reductions.get(v)
+        whole: Tensor = x
+        return whole / self.stage.n if reduction and reduction.weight == "mean" else whole
 
 
 def _empty_whole(rows: Tensor, layout: Layout, n: int) -> Tensor:

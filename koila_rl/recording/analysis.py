@@ -21,7 +21,7 @@ from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths
 from koila_rl.recording.rules import WHOLE, Use
 from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.template import fill, holes, integers, replace_integers
-from koila_rl.recording.trace import LOCK, Trace, fake_like, quiet_fakes, trace
+from koila_rl.recording.trace import LOCK, OpRecord, Trace, copied, fake_like, quiet_fakes, trace
 from koila_rl.recording.values import Meta, intern, scaled, second_size
 
 __all__ = ["CallInfo", "NeedsValuesError", "analyse", "describe_function"]
@@ -77,6 +77,16 @@ def describe_function(func: Any) -> str:
     return str(name).strip("_")
 
 
+def may_write(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call may change an argument, by PyTorch's naming."""
+    name = getattr(func, "__name__", "")
+    if name in ("__setitem__", "__set__") or "out" in kwargs:
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name.endswith("_")
+
+
 def analyse(
     func: Any, template: tuple[Any, Any], metas: list[Meta], consts: list[Any], n: int, batched: int
 ) -> CallInfo:
@@ -103,9 +113,12 @@ def _trace_at(
     func: Any, template: Any, metas: list[Meta], consts: list[Any], n: int, second: bool
 ) -> _Traced:
     leaves = []
+    writes = may_write(func, template[1])
     for meta in metas:
         shape, stride = (meta.shape2, meta.stride2) if second else (meta.shape, meta.stride)
-        leaves.append(fake_like(shape, stride, meta.dtype, meta.device, meta.requires_grad))
+        fake = fake_like(shape, stride, meta.dtype, meta.device, meta.requires_grad)
+        # A recorded value is no leaf, so that it may be written in place.
+        leaves.append(copied(fake) if writes and meta.requires_grad and 0 not in stride else fake)
     size = second_size(n) if second else n
     args, kwargs = fill(template, leaves, consts, size)
     try:
@@ -129,9 +142,9 @@ def _describe(func: Any, template: Any, metas: list[Meta], first: _Traced, n: in
     storages = {leaf.untyped_storage()._cdata: k for k, leaf in enumerate(first.leaves)}
     written = set()
     for record in first.trace.records:
-        for argument, x in zip(record.func._schema.arguments, record.args, strict=False):
+        for argument in record.func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for leaf in tree_leaves(x):
+                for leaf in tree_leaves(_argument(record, argument.name)):
                     if isinstance(leaf, Tensor):
                         written.add(leaf.untyped_storage()._cdata)
     return CallInfo(
@@ -151,6 +164,14 @@ def _describe(func: Any, template: Any, metas: list[Meta], first: _Traced, n: in
         same=[next((k for k, y in enumerate(first.leaves) if y is x), None) for x in outs],
         writes=tuple(k for cdata, k in storages.items() if cdata in written),
     )
+
+
+def _argument(record: OpRecord, name: str) -> Any:
+    if name in record.kwargs:
+        return record.kwargs[name]
+    names = [argument.name for argument in record.func._schema.arguments]
+    position = names.index(name)
+    return record.args[position] if position < len(record.args) else None
 
 
 def _meta(x: Tensor, n: int, layout: Layout | None = None, other: Tensor | None = None) -> Meta:

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila_rl.recording.analysis import CallInfo, NeedsValuesError, analyse, describe_function
+from koila_rl.recording.analysis import (
+    CallInfo,
+    NeedsValuesError,
+    analyse,
+    describe_function,
+    may_write,
+)
 from koila_rl.recording.clock import optimizer_steps
 from koila_rl.recording.template import Slots, fill, flatten, key_of
-from koila_rl.recording.tensor import Group, LazyTensor, untouched
+from koila_rl.recording.tensor import LazyTensor, untouched
 from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of
-from koila_rl.recording.writes import ViewStep, record_write
+from koila_rl.recording.writes import ViewStep, group_of, record_write, write_at_once
 
 __all__ = ["analyses", "record", "run_eagerly"]
 
@@ -36,7 +42,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not lazies:
         with untouched():
             return func(*args, **kwargs)
-    if all(x._node.attached is not None for x in lazies):
+    if all(x._node.attached is not None for x in lazies) and not may_write(func, kwargs):
         real = [x._node.attached if isinstance(x, LazyTensor) else x for x in slots.tensors]
         args, kwargs = fill(template, real, slots.consts, _minibatch(lazies))
         return func(*args, **kwargs)
@@ -45,6 +51,10 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         info = _analysis(func, template, metas, slots.consts, n)
     except NeedsValuesError as reason:
+        target = kwargs.get("out", args[0] if args else None)
+        if may_write(func, kwargs) and isinstance(target, LazyTensor):
+            hole = next(k for k, x in enumerate(slots.tensors) if x is target)
+            return write_at_once(func, template, slots, (hole,), n)
         return run_eagerly(func, template, slots, lazies[0], str(reason))
     if info.writes:
         if any(not isinstance(slots.tensors[k], LazyTensor) for k in info.writes):
@@ -85,10 +95,7 @@ def _join(
     base: LazyTensor, view: LazyTensor, info: CallInfo, slots: Slots, hole: int, index: int
 ) -> None:
     """The result shares storage with an input: remember how to get there from its base."""
-    group = base._group
-    if group is None:
-        group = Group(base._node)
-        group.join(base, ())
+    group = group_of(base)
     others = [None if k == hole else x for k, x in enumerate(slots.tensors)]
     step = ViewStep(info.func, info.template, others, slots.consts, hole, info.paths[index])
     group.join(view, (*base._chain, step))

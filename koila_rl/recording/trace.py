@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from koila_rl.recording.private import FakeTensorMode, TorchDispatchMode
 
-__all__ = ["FAKE", "LOCK", "OpRecord", "Trace", "fake_like", "trace"]
+__all__ = ["FAKE", "LOCK", "OpRecord", "Trace", "copied", "fake_like", "trace"]
 
 # Fake tensor modes are not thread-safe; one mode and one lock serve the process.
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
@@ -93,3 +93,8 @@ def fake_like(
     with FAKE:
         fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return fake.requires_grad_() if requires_grad else fake
+
+
+def copied(fake: Tensor) -> Tensor:
+    with FAKE, torch.enable_grad():
+        return fake.clone()

@@ -8,17 +8,19 @@ wrapped source is never changed, and a write may meet values of any stage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from koila_rl.recording.analysis import describe_function
 from koila_rl.recording.sizes import batch_shape
 from koila_rl.recording.template import Slots, fill, key_of
 from koila_rl.recording.tensor import Group, LazyTensor
 from koila_rl.recording.values import Node, Source, meta_of
 
-__all__ = ["ViewStep", "record_write"]
+__all__ = ["ViewStep", "group_of", "node_of", "record_write", "write_at_once"]
 
 
 @dataclass(slots=True)
@@ -98,13 +100,10 @@ def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
     from koila_rl.recording.recorder import record
 
     if len(info.writes) > 1:
-        return _write_several(func, template, slots, info)
+        return write_at_once(func, template, slots, info.writes, info.n)
     hole = info.writes[0]
     target: LazyTensor = slots.tensors[hole]
-    group = target._group
-    if group is None:
-        group = Group(target._node)
-        group.join(target, ())
+    group = group_of(target)
     runtime = target._runtime
     base = LazyTensor(group.base, runtime)
     others = [x for k, x in enumerate(slots.tensors) if k != hole]
@@ -122,30 +121,37 @@ def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
     return fill(info.out, outs, (), 0)
 
 
-def _write_several(func: Any, template: Any, slots: Slots, info: Any) -> Any:
-    """A call that writes to several lazy tensors runs at once, on copies of their storages."""
+def write_at_once(
+    func: Any, template: Any, slots: Slots, holes: Sequence[int], n: int
+) -> Any:
+    """Run a call that writes to lazy tensors now, on copies of their storages."""
     real = [
         x._runtime.attached(x._node) if isinstance(x, LazyTensor) else x for x in slots.tensors
     ]
     groups = []
-    for k in info.writes:
+    for k in holes:
         target: LazyTensor = slots.tensors[k]
-        group = target._group
-        if group is None:
-            group = Group(target._node)
-            group.join(target, ())
+        group = group_of(target)
         base = target._runtime.attached(group.base).clone()
-        real[k] = ViewOf(target._chain, None).view(base, info.n) if target._chain else base
+        real[k] = ViewOf(target._chain, None).view(base, n)
         groups.append((group, base))
-        target._runtime.eager(info.name)
-    args, kwargs = fill(template, real, slots.consts, info.n)
+        target._runtime.eager(describe_function(func))
+    args, kwargs = fill(template, real, slots.consts, n)
     result = func(*args, **kwargs)
     for group, base in groups:
         group.base = node_of(base)
         for member in group.live():
-            view = ViewOf(member._chain, None).view(base, info.n) if member._chain else base
-            member._node = node_of(view)
-    return result
+            member._node = node_of(ViewOf(member._chain, None).view(base, n))
+    lazy = {id(x): y for x, y in zip(real, slots.tensors, strict=True)}
+    return lazy.get(id(result), result)
+
+
+def group_of(tensor: LazyTensor) -> Group:
+    if tensor._group is None:
+        Group(tensor._node).join(tensor, ())
+    group = tensor._group
+    assert group is not None
+    return group
 
 
 def node_of(result: Tensor) -> Node:
