@@ -149,13 +149,6 @@ def _resize(tensor: Tensor, blocks: int, how: str) -> None:
         torch.add(torch.zeros(()).expand(blocks * BLOCK // 4), 1, out=tensor)
 
 
-def test_storage_resize_is_restored():
-    original = torch.UntypedStorage.resize_
-    with StorageTracker(), StorageTracker():
-        assert torch.UntypedStorage.resize_ is not original
-    assert torch.UntypedStorage.resize_ is original
-
-
 def test_new_data_counts_and_wrapped_arrays_do_not():
     with StorageTracker() as tracker:
         tensor = torch.tensor([1.0, 2.0])
