@@ -12,7 +12,7 @@ from torch import Tensor
 
 from koila_rl.buffers.frames import FrameStore
 from koila_rl.buffers.ring import ENDED, SKIPPED, Ring
-from koila_rl.buffers.storage import Flags, Storage, Stored
+from koila_rl.buffers.storage import Flags, Storage, Stored, to_numpy
 from koila_rl.buffers.tree import Columns, Key, following, name
 from koila_rl.buffers.views import DiscountView, RewardView, StackView, StoredView, View
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
@@ -81,11 +81,12 @@ class TransitionColumns:
         self.stored: dict[Key, Stored] = {}
         self.views: dict[Key, View] = {}
         self._stacks: dict[Key, FrameStore] = {}
-        self._shapes = {key: (shape, dtype) for key, shape, dtype in self.leaves}
-        self._ends = [key for key in _ENDS if key in self._shapes]
+        self._expected: tuple[int, list[tuple[Key, torch.Size, torch.dtype]]] = (-1, [])
+        shapes = {key: (shape, dtype) for key, shape, dtype in self.leaves}
+        self._ends = [key for key in _ENDS if key in shapes]
         self._ring = ring
         self._storage = storage
-        stacked = stacked_keys(self._shapes, options)
+        stacked = stacked_keys(shapes, options)
         for key, shape, dtype in self.leaves:
             if key[0] == "next" and key[1:] in stacked:
                 continue
@@ -102,7 +103,7 @@ class TransitionColumns:
                 self.stored[key] = storage.columns.get(label) or storage.allocate(
                     label, (options.capacity, *shape), dtype
                 )
-                self.views[key] = StoredView(self.stored[key], ring, last=key[0] == "next")
+                self.views[key] = StoredView(self.stored[key], last=key[0] == "next")
         if options.n_steps > 1:
             column = self.stored[_REWARD]
             view = RewardView(column, ring, options.gamma, options.n_steps)
@@ -126,71 +127,79 @@ class TransitionColumns:
 
     def check(self, values: Columns, n: int) -> None:
         """Refuse values ``[n, …]`` that differ from the stored in name, shape or dtype."""
-        if len(values) != len(self._shapes) or any(key not in self._shapes for key in values):
-            raise StorageError(
-                f"the buffer stores {[name(key) for key in self._shapes]}, but these transitions "
-                f"have {[name(key) for key in values]}; every transition needs the names of the "
-                "first"
+        if self._expected[0] != n:
+            shapes = [(key, torch.Size([n, *shape]), dtype) for key, shape, dtype in self.leaves]
+            self._expected = (n, shapes)
+        for key, shape, dtype in self._expected[1]:
+            value = values.get(key)
+            if value is None or value.shape != shape or value.dtype is not dtype:
+                raise self._difference(values, n)
+        if len(values) != len(self.leaves):
+            raise self._difference(values, n)
+
+    def _difference(self, values: Columns, n: int) -> StorageError | BatchSizeError:
+        known = {key: (shape, dtype) for key, shape, dtype in self.leaves}
+        if values.keys() != known.keys():
+            return StorageError(
+                f"the buffer stores {[name(key) for key in known]}, but these transitions have "
+                f"{[name(key) for key in values]}; every transition needs the names of the first"
             )
-        for key, (shape, dtype) in self._shapes.items():
+        for key, (shape, dtype) in known.items():
             value = values[key]
             if value.dtype is not dtype or value.shape[1:] != shape:
-                raise StorageError(
+                return StorageError(
                     f"{name(key)!r} is {value.dtype} {tuple(value.shape[1:])} here, but {dtype} "
                     f"{shape} in the first transition; cast or reshape it"
                 )
-            if len(value) != n:
-                raise BatchSizeError(f"{name(key)!r} has {len(value)} rows, others have {n}")
+        wrong = next(key for key in known if len(values[key]) != n)
+        return BatchSizeError(f"{name(wrong)!r} has {len(values[wrong])} rows, others have {n}")
 
-    def write(self, values: Columns, flags: Flags) -> None:
-        """Store checked values as the ring's next ``len(flags)`` rows."""
+    def write(self, values: Columns, n: int, skip: Tensor | None) -> Flags:
+        """Store checked values as the ring's next ``n`` rows; their flags."""
+        flags = np.zeros(n, dtype=np.uint8)
+        spans = list(self._ring.spans(n, self._ring.capacity))
         for key, column in self.stored.items():
             value = values[key]
-            for slot, start, stop in self._ring.spans(len(flags), self._ring.capacity):
-                column.put(slot, value[start:stop])
+            if column.array is None:
+                for slot, start, stop in spans:
+                    column.tensor[slot : slot + stop - start].copy_(value[start:stop].detach())
+                if key in _ENDS:
+                    flags |= value.reshape(n, -1).any(1).cpu().numpy()
+                continue
+            array = to_numpy(value)
+            for slot, start, stop in spans:
+                column.array[slot : slot + stop - start] = array[start:stop]
+            if key in _ENDS:
+                flags |= array if array.ndim == 1 else array.reshape(n, -1).any(1)
+        if skip is not None:
+            flags[skip.cpu().numpy()] |= SKIPPED | ENDED
         for key, store in self._stacks.items():
             device = self._storage.device
             store.write(values[key].to(device), values[following(key)].to(device))
-
-    def flags(self, values: Columns, n: int, skip: Tensor | None) -> Flags:
-        """``ENDED`` and ``SKIPPED`` of ``n`` rows."""
-        flags = np.zeros(n, dtype=np.uint8)
-        for key in self._ends:
-            ended = values[key].reshape(n, -1).any(1).cpu().numpy()
-            flags[ended] |= ENDED
-        if skip is not None:
-            flags[skip.cpu().numpy()] |= SKIPPED | ENDED
         return flags
 
     def row(self, transition: dict[str, Any]) -> dict[Key, Any] | None:
         """One transition by column where the fast way can take it, else None."""
         if self._stacks or self._storage.device.type != "cpu":
             return None
-        row, known = {}, 0
-        for key, column in self.stored.items():
+        row: dict[Key, Any] = {}
+        for key, shape, dtype in self.leaves:
             value: Any = transition
             for part in key:
-                value = value.get(part) if type(value) is dict else None
-            if value is None:
-                return None
-            array = column.array
-            dtype = getattr(value, "dtype", None)
-            if dtype is not None:
-                if type(value) is Tensor:
-                    if value.dtype is not column.tensor.dtype or value.requires_grad:
-                        return None
-                    if column.carried or value.device.type != "cpu":
-                        return None
-                    value = value.numpy()
-                elif array is None or dtype != array.dtype:
+                if type(value) is not dict or (value := value.get(part)) is None:
                     return None
-                if value.shape != self._shapes[key][0]:
+            if isinstance(value, (np.ndarray, np.generic)):
+                array = self.stored[key].array
+                if array is None or value.dtype != array.dtype or value.shape != shape:
                     return None
-            elif not isinstance(value, (int, float)) or self._shapes[key][0] or column.carried:
+            elif type(value) is Tensor:
+                if value.dtype is not dtype or value.shape != shape:
+                    return None
+                value = to_numpy(value)
+            elif shape or not isinstance(value, (int, float)) or self.stored[key].carried:
                 return None
             row[key] = value
-            known += 1
-        return row if _leaf_count(transition) == known else None
+        return row if _leaf_count(transition) == len(row) else None
 
     def put_row(self, row: dict[Key, Any], slot: int) -> int:
         """Write what :meth:`row` gave to a slot; its flags."""
@@ -198,11 +207,11 @@ class TransitionColumns:
             array = self.stored[key].array
             assert array is not None
             array[slot] = value
-        ended = False
         for key in self._ends:
             value = row[key]
-            ended = ended or (bool(value.any()) if hasattr(value, "any") else bool(value))
-        return ENDED if ended else 0
+            if value.any() if isinstance(value, np.ndarray) else value:
+                return ENDED
+        return 0
 
 
 def stacked_keys(
@@ -246,10 +255,12 @@ def _stackable(
     )
 
 
-def _leaf_count(transition: Any) -> int:
-    if not isinstance(transition, dict):
-        return 1
-    return sum(_leaf_count(value) for value in transition.values())
+def _leaf_count(transition: dict[str, Any]) -> int:
+    count = len(transition)
+    for value in transition.values():
+        if type(value) is dict:
+            count += _leaf_count(value) - 1
+    return count
 
 
 def check_windows(leaves: list[Leaf], options: Options) -> None:

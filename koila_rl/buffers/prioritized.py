@@ -11,9 +11,8 @@ from torch import Tensor
 
 from koila_rl.buffers.columns import TransitionColumns
 from koila_rl.buffers.replay import ReplayBuffer
-from koila_rl.buffers.ring import SKIPPED
 from koila_rl.buffers.samplers import Sampler
-from koila_rl.buffers.storage import Flags, Index, Storage
+from koila_rl.buffers.storage import Index, Storage
 from koila_rl.buffers.sumtree import SumTree
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
 
@@ -64,10 +63,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if sampler is not None:
             raise ConfigurationError("a prioritised buffer draws by priority; it takes no sampler")
         rows, weight = self._draw_by_priority(batch_size)
-        drawn = self._minibatch(rows, lazy)
-        drawn["index"] = torch.from_numpy(rows)
-        drawn["weight"] = torch.from_numpy(weight).to(self.device or "cpu")
-        return drawn
+        weights = torch.from_numpy(weight).to(self.device or "cpu")
+        return self._minibatch(rows, lazy, {"index": torch.from_numpy(rows), "weight": weights})
 
     def update_priorities(self, sample: TensorDict, td_error: Tensor) -> None:
         """Give the sampled transitions the priority ``|td_error| + eps``.
@@ -110,11 +107,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         weight = (probability.min() / probability) ** self.beta
         return rows, weight.astype(np.float32)
 
-    def _on_stored(self, first: int, flags: Flags) -> None:
+    def _on_stored(self, first: int, n: int, skip: Tensor | None) -> None:
         assert self._tree is not None
-        rows = np.arange(first, first + len(flags))
-        weights = np.where(flags & SKIPPED, 0.0, self._largest**self.alpha)
-        self._tree.set(self._ring.slots(rows), weights)
+        weights: Any = self._largest**self.alpha
+        if skip is not None:
+            weights = np.where(skip.cpu().numpy(), 0.0, weights)
+        self._tree.set(self._ring.slots(np.arange(first, first + n)), weights)
 
     def _set_columns(self, leaves: list[Any]) -> TransitionColumns:
         columns = super()._set_columns(leaves)

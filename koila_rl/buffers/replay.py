@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from koila_rl.buffers.ring import SKIPPED, Ring
 from koila_rl.buffers.rows import ColumnRows, minibatch
 from koila_rl.buffers.sample import Sample, SampleSource
 from koila_rl.buffers.samplers import Sampler, Shuffled, Uniform
-from koila_rl.buffers.storage import Flags, Index, Place, Storage
+from koila_rl.buffers.storage import Index, Place, Storage
 from koila_rl.buffers.transforms import Transform, frozen
 from koila_rl.buffers.tree import Columns, Key, flatten, name, nest
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
@@ -159,12 +160,10 @@ class ReplayBuffer:
             n, skip = self.capacity, None if skip is None else skip[surplus:]
         if n == 0:
             return
-        flags = columns.flags(values, n, skip)
         first = self._ring.total
         self._begin(n)
-        columns.write(values, flags)
-        self._ring.finish(flags)
-        self._on_stored(first, flags)
+        self._ring.finish(columns.write(values, n, skip))
+        self._on_stored(first, n, skip)
 
     def add(self, **transition: Any) -> None:
         """Store one transition: ``add(observation=…, action=…, next={"reward": …, …})``.
@@ -179,9 +178,8 @@ class ReplayBuffer:
         self._check_rows(1, None)
         first = self._ring.total
         self._begin(1)
-        flags = np.array([columns.put_row(row, first % self.capacity)], dtype=np.uint8)
-        self._ring.finish(flags)
-        self._on_stored(first, flags)
+        self._ring.finish_one(columns.put_row(row, first % self.capacity))
+        self._on_stored(first, 1, None)
 
     def end_episodes(self) -> None:
         """Let no n-step window or sequence go on past what is stored now.
@@ -226,9 +224,7 @@ class ReplayBuffer:
         if length < 1:
             raise ConfigurationError(f"length is {length}; it must be at least 1")
         rows, there = self._ring.follow(self._draw(batch_size, None), length)
-        drawn = self._minibatch(rows, lazy)
-        drawn["mask"] = torch.from_numpy(there)
-        return drawn
+        return self._minibatch(rows, lazy, {"mask": torch.from_numpy(there)})
 
     def __getitem__(self, index: _Positions) -> TensorDict:
         """Transitions by position, 0 the oldest, as plain tensors; an int gives a single one."""
@@ -326,12 +322,15 @@ class ReplayBuffer:
             rows[bad] = again + ring.first
         return rows
 
-    def _minibatch(self, rows: Index, lazy: bool) -> TensorDict:
+    def _minibatch(
+        self, rows: Index, lazy: bool, known: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> TensorDict:
+        extra: dict[Key, Tensor] = {(label,): value for label, value in known.items()}
         if not lazy and self.device is None and not self._transforms:
             sample = self._sample_of(rows)
             gathered = {key: sample.gather(key, 0, len(rows)) for key in sample.views}
-            return nest(gathered, torch.Size([len(rows)]))
-        return minibatch(self._rows_of(rows), len(rows), lazy=lazy)
+            return nest({**gathered, **extra}, torch.Size([len(rows)]))
+        return minibatch(self._rows_of(rows), len(rows), extra, lazy=lazy)
 
     def _sample_of(self, rows: Index) -> Sample:
         assert self._columns is not None
@@ -369,8 +368,8 @@ class ReplayBuffer:
                     sample.before_overwriting(kept_from)
         self._ring.begin(n)
 
-    def _on_stored(self, first: int, flags: Flags) -> None:
-        """What else must know of the rows from ``first`` on."""
+    def _on_stored(self, first: int, n: int, skip: Tensor | None) -> None:
+        """What else must know of the ``n`` rows from ``first`` on."""
 
     def _check_rows(self, n: int, skip: Tensor | None) -> None:
         options = self.options

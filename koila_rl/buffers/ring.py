@@ -29,15 +29,16 @@ class Ring:
         self.capacity = capacity
         self.n_envs = n_envs
         known = storage.columns
-        self._counters = known.get("_ring") or storage.allocate(
-            "_ring", (2,), torch.int64, host=True
-        )
+        counters = known.get("_ring") or storage.allocate("_ring", (2,), torch.int64, host=True)
+        assert counters.array is not None
+        # Through NumPy: a torch element assignment costs more than storing a small transition.
+        self._counters: Index = counters.array
         flags = known.get("_flags") or storage.allocate(
             "_flags", (capacity,), torch.uint8, host=True
         )
         assert flags.array is not None
         self._flags: Flags = flags.array
-        self.begun, self.total = (int(count) for count in self._counters.tensor)
+        self.begun, self.total = (int(count) for count in self._counters)
         live = self._flags[self.slots(np.arange(self.first, self.total))]
         self.skipped = int(np.count_nonzero(live & SKIPPED))
 
@@ -79,15 +80,22 @@ class Ring:
             gone = np.arange(self.first, max(self.first, self.total + n - self.capacity))
             self.skipped -= int(np.count_nonzero(self.flags(gone) & SKIPPED))
         self.begun = self.total + n
-        self._counters.tensor[0] = self.begun
+        self._counters[0] = self.begun
 
     def finish(self, flags: Flags) -> None:
         """The new rows are written; ``flags`` has one entry for each."""
         for slot, start, stop in self.spans(len(flags), self.capacity):
             self._flags[slot : slot + stop - start] = flags[start:stop]
-        self.skipped += int(np.count_nonzero(flags & SKIPPED))
+        if flags.max(initial=0) >= SKIPPED:
+            self.skipped += int(np.count_nonzero(flags & SKIPPED))
         self.total = self.begun
-        self._counters.tensor[1] = self.total
+        self._counters[1] = self.total
+
+    def finish_one(self, flag: int) -> None:
+        """:meth:`finish` for a single row that is not skipped."""
+        self._flags[self.total % self.capacity] = flag
+        self.total = self.begun
+        self._counters[1] = self.total
 
     def follow(self, rows: Index, length: int) -> tuple[Index, npt.NDArray[np.bool_]]:
         """The ``length`` rows from each of ``rows`` on, ``[n, length]``, and which are there.

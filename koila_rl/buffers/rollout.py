@@ -186,7 +186,7 @@ class RolloutBuffer:
                 what=f"{name(key)!r} of the rollout",
             )
             rows[key] = ColumnRows(source, self.device)
-        return minibatch(rows, len(index), lazy=lazy)
+        return minibatch(rows, len(index), {}, lazy=lazy)
 
     def _allocate(self, values: Columns) -> None:
         if not values:

@@ -18,40 +18,7 @@ from koila_rl.buffers.transforms import Transform
 from koila_rl.buffers.tree import Key, nest
 from koila_rl.errors import StaleValueError
 
-__all__ = ["ColumnRows", "Rows", "Source", "TensorSource", "minibatch"]
-
-
-class Rows(Protocol):
-    """What the engine asks of a column of a minibatch."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole minibatch, the batch dimension included."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows as delivered."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows are delivered."""
-
-    @property
-    def dim(self) -> int:
-        """The batch dimension."""
-
-    @property
-    def nbytes_per_row(self) -> int:
-        """Bytes that one delivered row takes."""
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows ``start:stop``, on ``device``; raises :class:`StaleValueError` as ``check``."""
-
-    def prefetch(self, start: int, stop: int) -> None:
-        """Begin to fetch rows that :meth:`read` will ask for with the same bounds."""
-
-    def check(self) -> None:
-        """Raise :class:`StaleValueError` if the rows are no longer as they were sampled."""
+__all__ = ["ColumnRows", "Source", "TensorSource", "minibatch"]
 
 
 class Source(Protocol):
@@ -81,7 +48,7 @@ class Source(Protocol):
 
 
 class ColumnRows:
-    """Rows of a source, delivered to a device and transformed there."""
+    """Rows of a source, delivered to a device and transformed there: the engine's ``Rows``."""
 
     dim = 0
     __slots__ = ("_ahead", "_source", "_transform", "device", "dtype", "nbytes_per_row", "shape")
@@ -178,11 +145,18 @@ class TensorSource:
             )
 
 
-def minibatch(rows: Mapping[Key, Rows], size: int, *, lazy: bool = True) -> TensorDict:
-    """A TensorDict ``[size]`` of the columns: lazy tensors, or the rows read at once."""
-    batch_size = torch.Size([size])
-    if not lazy:
-        return nest({key: column.read(0, size) for key, column in rows.items()}, batch_size)
-    from koila_rl.session import lazy_rows
+def minibatch(
+    rows: Mapping[Key, ColumnRows], size: int, known: Mapping[Key, Tensor], *, lazy: bool
+) -> TensorDict:
+    """A TensorDict ``[size]`` of the columns: lazy tensors, or the rows read at once.
 
-    return nest({key: lazy_rows(column) for key, column in rows.items()}, batch_size)
+    ``known`` are small columns that are there already and stay plain.
+    """
+    columns: dict[Key, Tensor] = dict(known)
+    if lazy:
+        from koila_rl.wrapping import lazy_rows
+
+        columns.update({key: lazy_rows(column) for key, column in rows.items()})
+    else:
+        columns.update({key: column.read(0, size) for key, column in rows.items()})
+    return nest(columns, torch.Size([size]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,12 +14,50 @@ from koila_rl.buffers.delivery import worker_is_done
 from koila_rl.buffers.ring import Ring
 from koila_rl.buffers.storage import Index
 from koila_rl.buffers.tree import Key
-from koila_rl.buffers.views import View, Window
+from koila_rl.buffers.views import Drawn, View, windows
 from koila_rl.errors import StaleValueError
 
-__all__ = ["Sample", "SampleSource"]
+__all__ = ["Kept", "Sample", "SampleSource"]
 
-_Saved = tuple[Index, dict[Key, Tensor]]
+
+class Kept:
+    """Rows of a minibatch that were gathered because their slots were to be overwritten."""
+
+    __slots__ = ("_limit", "_parts", "bytes", "stale")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._parts: list[tuple[Index, dict[Any, Tensor]]] = []
+        self.bytes = 0
+        self.stale = ""
+
+    def keep(
+        self, positions: Index, total: int, row_bytes: int, gather: Callable[[], dict[Any, Tensor]]
+    ) -> None:
+        """Gather rows at ``positions`` (ascending) of a minibatch of ``total``, or give up."""
+        self.bytes += len(positions) * row_bytes
+        if self.bytes <= self._limit:
+            self._parts.append((positions, gather()))
+            return
+        self._parts.clear()
+        self.stale = (
+            f"{len(positions)} of this minibatch's {total} rows were overwritten before it ran; "
+            f"keeping them would take {human(self.bytes)} of the {human(self._limit)} allowed; run "
+            "backward before storing more, or take a larger capacity or save_limit"
+        )
+
+    def patch(self, key: Any, rows: Tensor, low: int, high: int) -> None:
+        """Put kept rows of column ``key`` into ``rows``, the minibatch's ``low:high``."""
+        for positions, columns in self._parts:
+            first, last = np.searchsorted(positions, (low, high))
+            if first < last:
+                at = torch.from_numpy(positions[first:last] - low).to(rows.device)
+                rows[at] = columns[key][first:last]
+
+    def check(self) -> None:
+        """Raise :class:`StaleValueError` if rows were overwritten and not kept."""
+        if self.stale:
+            raise StaleValueError(self.stale)
 
 
 class Sample:
@@ -28,14 +69,12 @@ class Sample:
 
     __slots__ = (
         "__weakref__",
-        "_limit",
+        "_kept",
+        "_latest",
         "_oldest",
         "_ring",
-        "_saved",
-        "_saved_bytes",
-        "_stale",
         "_total",
-        "_window",
+        "_windows",
         "n_steps",
         "rows",
         "shape",
@@ -51,70 +90,55 @@ class Sample:
         self._ring = ring
         self.views = views
         self._total = ring.total
-        self._limit = save_limit
-        self._window: Window | None = None
-        self._saved: list[_Saved] = []
-        self._saved_bytes = 0
+        self._windows: tuple[Index, Index] | None = None
+        self._latest: tuple[int, int, Drawn] | None = None
+        self._kept = Kept(save_limit)
         self._oldest = -1
-        self._stale = ""
 
     def gather(self, key: Key, start: int, stop: int) -> Tensor:
         """Column ``key`` of minibatch rows ``start:stop``, ``[stop - start, …]``."""
-        inner = self.shape[1:].numel()
+        inner = len(self.rows) // self.shape[0]
         low, high = start * inner, min(stop, self.shape[0]) * inner
         view = self.views[key]
-        rows = view.gather(self.rows[low:high], self._part(low, high))
-        for positions, columns in self._saved:
-            first, last = np.searchsorted(positions, (low, high))
-            if first < last:
-                at = torch.from_numpy(positions[first:last] - low).to(rows.device)
-                rows[at] = columns[key][first:last]
+        part = self._latest
+        if part is None or part[:2] != (low, high):
+            # The columns of one microbatch are asked for one after another.
+            self._latest = part = (low, high, self._drawn(slice(low, high)))
+        rows = view.gather(part[2])
+        self._kept.patch(key, rows, low, high)
         return rows.view(-1, *self.shape[1:], *view.shape) if len(self.shape) > 1 else rows
 
     def before_overwriting(self, first: int) -> None:
         """Gather the rows before ``first`` that are not kept yet: they are about to go."""
         if self._oldest < 0:
             self._oldest = int(self.rows.min(initial=self._total))
-        if self._stale or first <= self._oldest:
+        if self._kept.stale or first <= self._oldest:
             return
         worker_is_done()
         lost = np.flatnonzero((self.rows < first) & (self.rows >= self._oldest))
         later = self.rows[self.rows >= first]
-        size = len(lost) * sum(
+        row_bytes = sum(
             torch.Size(view.shape).numel() * view.dtype.itemsize for view in self.views.values()
         )
-        self._saved_bytes += size
-        if self._saved_bytes > self._limit:
-            self._saved.clear()
-            self._stale = (
-                f"{len(lost)} of this minibatch's {len(self.rows)} rows were overwritten before it "
-                f"ran, and keeping them would take {human(self._saved_bytes)} of the "
-                f"{human(self._limit)} allowed; run backward before extend, or take a larger "
-                "capacity or save_limit"
-            )
-        else:
-            part = self._part_of(lost)
-            columns = {k: v.gather(self.rows[lost], part) for k, v in self.views.items()}
-            self._saved.append((lost, columns))
+        self._kept.keep(lost, len(self.rows), row_bytes, lambda: self._gather_all(lost))
         self._oldest = int(later.min(initial=self._total))
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if rows were overwritten and not kept."""
-        if self._stale:
-            raise StaleValueError(self._stale)
+        self._kept.check()
 
-    def _part(self, low: int, high: int) -> Window | None:
-        return self._part_of(slice(low, high))
+    def _gather_all(self, at: Index) -> dict[Any, Tensor]:
+        part = self._drawn(at)
+        return {key: view.gather(part) for key, view in self.views.items()}
 
-    def _part_of(self, at: slice | Index) -> Window | None:
+    def _drawn(self, at: slice | Index) -> Drawn:
+        rows, capacity = self.rows[at], self._ring.capacity
         if self.n_steps == 1:
-            return None
-        if self._window is None:
-            self._window = Window(self.rows, self._ring, self._total, self.n_steps)
-        part = Window.__new__(Window)
-        whole = self._window
-        part.rows, part.last, part.steps = whole.rows[at], whole.last[at], whole.steps[at]
-        return part
+            return Drawn(rows, capacity, rows, None)
+        if self._windows is None:
+            self._windows = windows(self.rows, self._ring, self._total, self.n_steps)
+        last, steps = self._windows
+        return Drawn(rows, capacity, last[at], steps[at])
 
 
 class SampleSource:

@@ -1,12 +1,13 @@
 """Weights that are drawn from in proportion, in float64, for any number of slots.
 
-A tree of fan-out 64 rather than 2: three levels hold a quarter of a million slots, and a level
-costs one gather and one cumulative sum for the whole minibatch. Every sum is made anew from the
-level below when a weight changes, so nothing drifts.
+A tree of fan-out 16 below a wide top rather than 2: three levels hold two million slots, and
+a level costs one gather and one cumulative sum for the whole minibatch. Every sum is made anew
+from the level below when a weight changes, so nothing drifts.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import numpy as np
@@ -18,9 +19,9 @@ __all__ = ["SumTree"]
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 
-_FAN = 64
+_FAN = 16
 # The top is searched as a whole, so it may be this wide.
-_TOP = 4096
+_TOP = 8192
 
 
 class SumTree:
@@ -56,19 +57,22 @@ class SumTree:
 
         Never one of weight 0, whatever is rounded on the way.
         """
-        cumulated = self._levels[-1].cumsum()
-        at = np.minimum(at, np.nextafter(cumulated[-1], 0.0))
-        found: Index = cumulated.searchsorted(at, side="right")
-        before = np.where(found > 0, cumulated[found - 1], 0.0)
+        top = self._levels[-1]
+        cumulated = np.empty(len(top) + 1)
+        cumulated[0] = 0.0
+        top.cumsum(out=cumulated[1:])
+        at = np.minimum(at, math.nextafter(cumulated[-1], 0.0))
+        found: Index = cumulated[1:].searchsorted(at, side="right")
+        before = cumulated[found]
         for level in self._levels[-2::-1]:
-            at = at - before
-            blocks = level.reshape(-1, _FAN).take(found, axis=0)
-            sums = blocks.cumsum(axis=1)
+            at -= before
+            sums = level.reshape(-1, _FAN).take(found, axis=0).cumsum(axis=1)
             # Sums of a block differ from its parent's by rounding; stay inside.
             np.minimum(at, np.nextafter(sums[:, -1], 0.0), out=at)
-            inside = (sums <= at[:, None]).sum(axis=1)
-            before = np.where(inside > 0, sums[np.arange(len(at)), inside - 1], 0.0)
+            inside = (sums > at[:, None]).argmax(axis=1)
             found = found * _FAN + inside
+            if level is not self._levels[0]:
+                before = np.where(inside > 0, sums[np.arange(len(at)), inside - 1], 0.0)
         return found
 
 

@@ -6,7 +6,7 @@ becomes the names ``"0"``, ``"1"``, …, since a TensorDict holds names only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,29 +33,33 @@ def following(key: Key) -> Key:
 
 
 def flatten(values: TensorDictBase | Mapping[Any, Any]) -> Columns:
-    """The leaves of nested TensorDicts, mappings and tuples by their path, in sorted order.
+    """The leaves of nested TensorDicts, mappings and tuples by their path.
 
-    NumPy arrays and Python numbers become tensors; float64 scalars keep their type. Raises
+    NumPy arrays and Python numbers become tensors; float64 arrays keep their type. Raises
     :class:`StorageError` for a leaf that is not numeric.
     """
-    return dict(sorted(_leaves(values, ())))
+    found: Columns = {}
+    _collect(values, (), found)
+    return found
 
 
-def _leaves(value: Any, path: Key) -> Iterator[tuple[Key, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, (TensorDictBase, Mapping)):
-        for key, item in value.items():
-            # TorchRL writes ("next", "reward"); both spellings name the same leaf.
-            yield from _leaves(item, path + (key if isinstance(key, tuple) else (str(key),)))
-    elif isinstance(value, (tuple, list)) and any(not np.isscalar(item) for item in value):
-        for position, item in enumerate(value):
-            yield from _leaves(item, (*path, str(position)))
-    else:
-        yield path, _tensor(value, path)
+def _collect(values: TensorDictBase | Mapping[Any, Any], path: Key, found: Columns) -> None:
+    for key, value in values.items():
+        # TorchRL writes ("next", "reward"); both spellings name the same leaf.
+        here = (*path, *key) if isinstance(key, tuple) else (*path, str(key))
+        if isinstance(value, Tensor):
+            found[here] = value
+        elif isinstance(value, (TensorDictBase, Mapping)):
+            _collect(value, here, found)
+        elif isinstance(value, (tuple, list)) and any(not np.isscalar(item) for item in value):
+            _collect({str(position): item for position, item in enumerate(value)}, here, found)
+        else:
+            found[here] = _tensor(value, here)
 
 
 def _tensor(value: Any, path: Key) -> Tensor:
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(value)
     array = np.asarray(value)
     if array.dtype.kind not in "biufc":
         raise StorageError(

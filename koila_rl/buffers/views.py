@@ -16,27 +16,37 @@ from koila_rl.buffers.frames import FrameStore
 from koila_rl.buffers.ring import ENDED, SKIPPED, Ring
 from koila_rl.buffers.storage import Index, Stored
 
-__all__ = ["DiscountView", "RewardView", "StackView", "StoredView", "View", "Window"]
+__all__ = ["DiscountView", "Drawn", "RewardView", "StackView", "StoredView", "View", "windows"]
 
 
-class Window:
-    """The n-step windows that begin at ``rows``, seen when rows up to ``total`` were stored.
+class Drawn:
+    """Rows to gather and, where ``n_steps`` exceeds 1, the windows that begin at them.
 
     A window ends with the row that ends its episode, before a skipped row, with the newest row
-    stored, or after ``n_steps`` rows. ``last`` is its last row and ``steps`` how many it has.
+    stored when the minibatch was drawn, or after ``n_steps`` rows. ``last`` is its last row and
+    ``steps`` how many it has.
     """
 
-    def __init__(self, rows: Index, ring: Ring, total: int, n_steps: int) -> None:
-        last, steps = rows, np.ones(len(rows), dtype=np.int64)
-        going = np.ones(len(rows), dtype=bool)
-        for _ in range(n_steps - 1):
-            following = last + ring.n_envs
-            going &= (ring.flags(last) & ENDED) == 0
-            going &= following < total
-            going &= (ring.flags(following) & SKIPPED) == 0
-            last = np.where(going, following, last)
-            steps += going
-        self.rows, self.last, self.steps = rows, last, steps
+    __slots__ = ("last", "last_slots", "rows", "slots", "steps")
+
+    def __init__(self, rows: Index, capacity: int, last: Index, steps: Index | None) -> None:
+        self.rows, self.slots = rows, rows % capacity
+        self.last, self.steps = last, steps
+        self.last_slots = self.slots if last is rows else last % capacity
+
+
+def windows(rows: Index, ring: Ring, total: int, n_steps: int) -> tuple[Index, Index]:
+    """Last row and number of steps of the windows from ``rows``, rows below ``total`` stored."""
+    last, steps = rows, np.ones(len(rows), dtype=np.int64)
+    going = np.ones(len(rows), dtype=bool)
+    for _ in range(n_steps - 1):
+        following = last + ring.n_envs
+        going &= (ring.flags(last) & ENDED) == 0
+        going &= following < total
+        going &= (ring.flags(following) & SKIPPED) == 0
+        last = np.where(going, following, last)
+        steps += going
+    return last, steps
 
 
 class View(Protocol):
@@ -46,24 +56,23 @@ class View(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def gather(self, rows: Index, window: Window | None) -> Tensor:
-        """``[len(rows), *shape]``; ``window`` is None where ``n_steps`` is 1."""
+    def gather(self, at: Drawn) -> Tensor:
+        """``[len(at.rows), *shape]``."""
 
 
 class StoredView:
     """A stored column, at the first or the last row of the window."""
 
-    __slots__ = ("_column", "_last", "_ring", "device", "dtype", "shape")
+    __slots__ = ("_column", "_last", "device", "dtype", "shape")
 
-    def __init__(self, column: Stored, ring: Ring, *, last: bool) -> None:
-        self._column, self._ring, self._last = column, ring, last
+    def __init__(self, column: Stored, *, last: bool) -> None:
+        self._column, self._last = column, last
         tensor = column.tensor
         self.shape, self.dtype, self.device = tuple(tensor.shape[1:]), tensor.dtype, tensor.device
 
-    def gather(self, rows: Index, window: Window | None) -> Tensor:
+    def gather(self, at: Drawn) -> Tensor:
         """The column's rows."""
-        at = window.last if self._last and window is not None else rows
-        return self._column.take(at % self._ring.capacity)
+        return self._column.take(at.last_slots if self._last else at.slots)
 
 
 class StackView:
@@ -77,10 +86,10 @@ class StackView:
         self._store, self._following = store, following
         self.shape, self.dtype, self.device = store.shape, dtype, device
 
-    def gather(self, rows: Index, window: Window | None) -> Tensor:
+    def gather(self, at: Drawn) -> Tensor:
         """The stacks."""
-        at = window.last if self._following and window is not None else rows
-        return self._store.gather(at, following=self._following)
+        rows = at.last if self._following else at.rows
+        return self._store.gather(rows, following=self._following)
 
 
 class RewardView:
@@ -93,16 +102,16 @@ class RewardView:
         floating = tensor.dtype.is_floating_point
         self.dtype = tensor.dtype if floating else torch.get_default_dtype()
 
-    def gather(self, rows: Index, window: Window | None) -> Tensor:
+    def gather(self, at: Drawn) -> Tensor:
         """The discounted sums."""
-        assert window is not None
-        total = torch.zeros(len(rows), *self.shape, dtype=torch.float64, device=self.device)
+        assert at.steps is not None
+        total = torch.zeros(len(at.rows), *self.shape, dtype=torch.float64, device=self.device)
         for j in range(self._n_steps):
-            inside = j < window.steps
+            inside = j < at.steps
             if not inside.any():
                 break
-            at = np.where(inside, rows + j * self._ring.n_envs, rows)
-            reward = self._column.take(at % self._ring.capacity).to(torch.float64)
+            rows = np.where(inside, at.rows + j * self._ring.n_envs, at.rows)
+            reward = self._column.take(self._ring.slots(rows)).to(torch.float64)
             factor = torch.from_numpy(np.where(inside, self._gamma**j, 0.0)).to(self.device)
             # A reward outside the window may be infinite; 0 times it must not become NaN.
             factor = factor.view(-1, *[1] * len(self.shape))
@@ -117,9 +126,9 @@ class DiscountView:
         self.shape, self.dtype, self._gamma = shape, dtype, gamma
         self.device = torch.device("cpu")
 
-    def gather(self, rows: Index, window: Window | None) -> Tensor:  # noqa: ARG002
+    def gather(self, at: Drawn) -> Tensor:
         """The discounts, in the shape of the rewards."""
-        assert window is not None
-        discount = torch.from_numpy(self._gamma ** window.steps.astype(np.float64))
+        assert at.steps is not None
+        discount = torch.from_numpy(self._gamma ** at.steps.astype(np.float64))
         discount = discount.view(-1, *[1] * len(self.shape)).expand(-1, *self.shape)
         return discount.to(self.dtype)
