@@ -173,8 +173,14 @@ class Propagation:
                         raise CannotExplode("a value from outside")
                     raise CannotExplode("a constant from outside")
                 operands.append(
-                    Operand(name, tuple(x.shape), tuple(y.shape), self.layouts[id(x)],
-                            id(x) in self.row_index, x)  # fmt: skip
+                    Operand(
+                        name,
+                        tuple(x.shape),
+                        tuple(y.shape),
+                        self.layouts[id(x)],
+                        id(x) in self.row_index,
+                        x,
+                    )  # fmt: skip
                 )
         namespace, _, name = schema.name.partition("::")
         base = name[:-1] if name.endswith("_") and namespace == "aten" else name
@@ -209,12 +215,12 @@ class Propagation:
         return None
 
     def lookup_shape(self, op: Op) -> tuple[int, ...]:
-        from koila_rl.recording.trace import FAKE
+        from koila_rl.recording.trace import fakes
 
         indices = [index if index is not None else slice(None) for index in op["indices"]]
         if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return ()
-        with FAKE, torch.no_grad():
+        with fakes(), torch.no_grad():
             return tuple(op.operands[0].tensor[tuple(indices)].shape)
 
     def holds(self, op: Op, verdict: Verdict) -> bool:
@@ -223,7 +229,9 @@ class Propagation:
             return True
         for k, use in verdict.uses.items():
             operand = op.operands[k]
-            if use.layout is not None and not self.follows(operand.shape, operand.shape2, use.layout):
+            if use.layout is not None and not self.follows(
+                operand.shape, operand.shape2, use.layout
+            ):
                 return False
         if verdict.reduction is not None:
             return op.outs == op.outs2
@@ -394,4 +402,3 @@ class Propagation:
         if rest:
             raise CannotExplode(f"a size that is {x} and {y}")
         return BatchInt(x, lambda n: c * n + d, f"({c}*n+{d})")
-

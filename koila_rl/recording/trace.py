@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,17 @@ from torch.utils._pytree import tree_leaves
 
 from koila_rl.recording.private import FakeTensorMode, TorchDispatchMode
 
-__all__ = ["FAKE", "LOCK", "OpRecord", "Trace", "copied", "fake_like", "trace"]
+__all__ = ["LOCK", "OpRecord", "Trace", "copied", "fake_like", "fakes", "trace"]
 
 # Fake tensor modes are not thread-safe; one mode and one lock serve the process.
-FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 LOCK = threading.RLock()
+
+
+@functools.cache
+def fakes() -> FakeTensorMode:
+    """The one fake tensor mode; making it imports torch._dynamo, so not before it is needed."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
 
 # Left by autograd's bookkeeping or queries; they compute nothing.
 _SILENT = {"prim::device", "prim::layout", "aten::_local_scalar_dense_"}
@@ -64,7 +71,7 @@ class _Recorder(TorchDispatchMode):
 def trace(call: Callable[[], Any]) -> Trace:
     """Run ``call``, whose tensors are fake, and record its operators."""
     recorder = _Recorder()
-    with FAKE, recorder:
+    with fakes(), recorder:
         out = call()
     return Trace(recorder.records, out)
 
@@ -90,11 +97,11 @@ def fake_like(
     device: torch.device,
     requires_grad: bool,
 ) -> Tensor:
-    with FAKE:
+    with fakes():
         fake = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return fake.requires_grad_() if requires_grad else fake
 
 
 def copied(fake: Tensor) -> Tensor:
-    with FAKE, torch.enable_grad():
+    with fakes(), torch.enable_grad():
         return fake.clone()
