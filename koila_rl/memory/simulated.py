@@ -31,9 +31,9 @@ class SimulatedDevice:
     message of PyTorch's kind, in place of its result. Planning inside goes by this device.
 
     What existed at entry counts once it is registered, and zero otherwise; ``str(device)`` says
-    how much of the latter was seen. Followed are the storages of tensors, in whole 512-byte
-    blocks, that operators make in this thread: not scratch memory inside kernels, and not what
-    code compiled by ``torch.compile`` allocates for itself (it stays compiled).
+    how much of the latter was seen. Followed are the storages of tensors made in this thread, in
+    whole 512-byte blocks, by operators and by code that ``torch.compile`` has compiled (and that
+    stays compiled); not scratch memory inside kernels.
 
     Args:
         capacity: as in ``parse_bytes``; a fraction is one of the machine's memory.

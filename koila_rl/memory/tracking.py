@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
+from koila_rl.memory import bypasses
 from koila_rl.memory.storages import (
     is_fresh,
     may_resize,
@@ -66,9 +67,9 @@ class StorageTracker(TorchDispatchMode):
     entry, or that :meth:`register` names, count zero; if one of them grows, the growth counts.
     Fake tensors count with the size that they stand for, tensors on ``meta`` count zero.
 
-    Not seen, since no operator returns it: scratch memory inside a kernel, memory that code
-    compiled by ``torch.compile`` allocates for itself (it stays compiled here), and arrays that
-    ``torch.from_numpy`` wraps. Autograd adds gradients out of place under any dispatch mode.
+    What code compiled by ``torch.compile`` allocates counts too, and the code stays compiled.
+    Not seen are scratch memory inside a kernel and arrays that ``torch.from_numpy`` wraps.
+    Autograd adds gradients out of place under any dispatch mode.
 
     Args:
         listener: told of every storage counted and freed; may refuse one by raising
@@ -161,13 +162,13 @@ class StorageTracker(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self._depth += 1
         if self._depth == 1:
-            _watch_resizes(self)
+            bypasses.watch(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            _unwatch_resizes(self)
+            bypasses.unwatch(self)
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -237,13 +238,19 @@ class StorageTracker(TorchDispatchMode):
         before: dict[int, int],
     ) -> None:
         for storage in self._storages_to_count(tensors_in(*args, *kwargs.values())):
-            self._resized(storage, before.get(id(storage)), func)
+            self.resized(storage, before.get(id(storage)), func)
 
-    def _resized(self, storage: UntypedStorage, old_size: int | None, func: object) -> None:
+    def made(self, tensor: Tensor, maker: str) -> None:
+        """Count a storage that no operator made."""
+        for storage in self._storages_to_count([tensor]):
+            self._follow(storage, maker)
+
+    def resized(self, storage: UntypedStorage, old_size: int | None, maker: object) -> None:
+        """Count what a storage has grown or shrunk by; ``None`` where it was not known before."""
         entry = self._entries.get(id(storage))
         if entry is None:
             if old_size is not None and storage.nbytes() > old_size:
-                self._follow(storage, func, unbilled=round_to_block(old_size))
+                self._follow(storage, maker, unbilled=round_to_block(old_size))
         elif entry.raw != storage.nbytes():
             entry.raw = storage.nbytes()
             self._bill(entry, max(0, round_to_block(entry.raw) - entry.unbilled))
@@ -335,27 +342,3 @@ def _death_callback(tracker: StorageTracker) -> Callable[[weakref.ref[UntypedSto
             alive._died(entry)
 
     return died
-
-
-_trackers: list[StorageTracker] = []
-_resize = UntypedStorage.resize_
-
-
-def _resize_seen(storage: UntypedStorage, size: int) -> UntypedStorage:
-    old_size = storage.nbytes()
-    _resize(storage, size)
-    for tracker in _trackers:
-        tracker._resized(storage, old_size, "resize_")
-    return storage
-
-
-def _watch_resizes(tracker: StorageTracker) -> None:
-    """``UntypedStorage.resize_`` is no operator, so that no dispatch mode sees it."""
-    _trackers.append(tracker)
-    UntypedStorage.resize_ = _resize_seen  # type: ignore[method-assign,assignment]
-
-
-def _unwatch_resizes(tracker: StorageTracker) -> None:
-    _trackers.remove(tracker)
-    if not _trackers:
-        UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

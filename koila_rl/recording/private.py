@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
+import torch
 from torch._C._autograd import (
     _disable_profiler_legacy,
     _enable_profiler_legacy,
@@ -11,17 +14,20 @@ from torch._C._autograd import (
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "allocator_record",
+    "compiled_allocations",
+    "dispatch_modes",
     "profiler_enabled",
 ]
 
 profiler_enabled = _profiler_enabled
+dispatch_modes = _get_current_dispatch_mode_stack
 
 
 def allocator_record(run: Callable[[], object]) -> Iterator[tuple[str, int]]:
@@ -44,3 +50,16 @@ def allocator_record(run: Callable[[], object]) -> Iterator[tuple[str, int]]:
             yield "", event.cpu_memory_usage()
         elif kind in ("push", "pop"):
             yield "pop" if kind == "pop" else f"push:{event.name()}", 0
+
+
+def compiled_allocations() -> Iterator[tuple[ModuleType, str]]:
+    """Where code that inductor compiled, or will compile, looks up the functions that allocate.
+
+    They go past the dispatcher. Yields modules and names in them.
+    """
+    cache = sys.modules.get("torch._inductor.codecache")  # importing it takes a second
+    for device in ("cpu", "cuda"):
+        yield torch._C._dynamo.guards, f"_empty_strided_{device}"
+        if cache is not None:
+            for module in cache.PyCodeCache.modules:
+                yield module, f"empty_strided_{device}"

@@ -97,6 +97,6 @@ def test_a_network_compiled_by_inductor():
     network.zero_grad()
     with (
         pytest.raises(torch.OutOfMemoryError, match="for compiled code"),
-        SimulatedDevice(peaks[0] // 2),
+        SimulatedDevice(peaks[0] // 4),
     ):
         update()
