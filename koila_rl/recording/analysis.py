@@ -59,6 +59,11 @@ class CallInfo:
     exploded: bool = False
     mixes: bool = False
 
+    @property
+    def effect(self) -> bool:
+        """Whether the call writes to tensors outside the program."""
+        return hasattr(self.func, "whole")
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -288,8 +293,8 @@ def _reading(
         size = meta.shape[dim] // n * second_size(n)
         shape2, stride2 = scaled(meta.shape, meta.stride, dim, size)
         scaled_metas[k] = Meta(
-            meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad, None, meta.n,
-            shape2, stride2, meta.row_index,
+            meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad,
+            Layout(dim, 1, meta.shape[dim] // n), meta.n, shape2, stride2, meta.row_index,
         )  # fmt: skip
     return Attempt(changed, scaled_metas)
 
