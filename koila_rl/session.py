@@ -90,7 +90,7 @@ def _companions(roots: Sequence[Node], live: Sequence[Node], small: bool) -> lis
 def _check_fresh(bound: Bound) -> None:
     """Refuse to run on tensors that changed after they were recorded."""
     for call in bound.calls:
-        if call.state is not None:
+        if call.state is not None and call.state.done:
             continue
         for x in call.inputs:
             if isinstance(x, Captured):
@@ -145,9 +145,10 @@ def _run_whole(bound: Bound) -> list[Tensor]:
         else:
             inputs.append(source_tensor(item))
     n = bound.program.n
+    states = [call.state for call in bound.calls]
     with torch.enable_grad(), _neutral():
         results = bound.program.whole(
-            n, bound.consts, Randomness(bound.calls, 0, n), Effects(bound.calls), *inputs
+            n, bound.consts, Randomness(states, 0, n), Effects(states), *inputs
         )
     return list(results)
 
@@ -253,9 +254,19 @@ def run_backward(
             seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
         with _neutral(), torch.enable_grad():
             results = Execution(bound, plan.microbatch_size).run(grad=True, gradient=seed)
-        for root, result in zip(bound.roots, results, strict=True):
-            _settle(root, result, attached=root is node)
+        # Values of the same graph get it too: it is used up by this backward, as in eager.
+        shared = _differentiable_calls(node)
+        same = [bool(shared & _differentiable_calls(root)) for root in bound.roots]
+        for root, result, attached in zip(bound.roots, results, same, strict=True):
+            _settle(root, result, attached=attached or root is node)
     _verify_checks(checks)
+
+
+def _differentiable_calls(node: Node) -> set[int]:
+    if not node.meta.requires_grad:
+        return set()
+    return {id(call) for call in calls_behind([node])
+            if call.grad and any(meta.requires_grad for meta in call.info.metas)}  # fmt: skip
 
 
 

@@ -51,10 +51,11 @@ class Execution:
     def __init__(self, bound: Bound, size: int, strict: bool = True) -> None:
         # A strict run may be gone through backward once, like any graph of PyTorch.
         self.strict = strict
-        self.bound = bound
         self.program = bound.program
+        self.consts = bound.consts
+        self.states = [call.state for call in bound.calls]
         self.size = size
-        self.effects = Effects(bound.calls)
+        self.effects = Effects(self.states)
         self.env: dict[int, Any] = {}
         for x, item in zip(self.program.inputs, bound.tensors, strict=True):
             self.env[x.number] = _real(item)
@@ -88,7 +89,7 @@ class Execution:
         inputs = [standins.get(v, self.env.get(v)) for v in tail.inputs]
         with torch.enable_grad():
             (target,) = tail.body(
-                0, self.bound.consts, self.randomness(0, -1), self.effects, *inputs
+                0, self.consts, self.randomness(0, -1), self.effects, *inputs
             )
             if not target.requires_grad:
                 return {}
@@ -119,12 +120,12 @@ class Execution:
         values = [self.whole(v) for v in inputs]
         with torch.set_grad_enabled(grad):
             results = body(
-                0, self.bound.consts, self.randomness(0, -level - 1), self.effects, *values
+                0, self.consts, self.randomness(0, -level - 1), self.effects, *values
             )
         self.env.update(zip(sorted(made), results, strict=True))
 
     def randomness(self, start: int, stop: int) -> Randomness:
-        return Randomness(self.bound.calls, start, stop)
+        return Randomness(self.states, start, stop)
 
     def whole(self, v: int) -> Any:
         value = self.env[v]
@@ -164,7 +165,8 @@ class StageRun:
     def __init__(self, execution: Execution, stage: Stage) -> None:
         self.stage = stage
         # Not the execution itself: its values must not live as long as the graph.
-        self.bound = execution.bound
+        self.consts = execution.consts
+        self.states = execution.states
         self.effects = execution.effects
         self.size = execution.size
         self.strict = execution.strict
@@ -202,9 +204,9 @@ class StageRun:
         return found
 
     def body(self, start: int, stop: int, rows: Sequence[Any], wholes: Sequence[Any]) -> Any:
-        randomness = Randomness(self.bound.calls, start, stop)
+        randomness = Randomness(self.states, start, stop)
         return self.stage.body(
-            stop - start, self.bound.consts, randomness, self.effects, *rows, *wholes
+            stop - start, self.consts, randomness, self.effects, *rows, *wholes
         )
 
     def forward(self) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from koila_rl.recording.template import Const, Ref
 
 if TYPE_CHECKING:
     from koila_rl.engine.cuts import ProgramStep
-    from koila_rl.recording.values import Call
+    from koila_rl.recording.values import Call, CallState
 
 __all__ = ["Body", "Effects", "Randomness", "compile_stage", "compile_whole"]
 
@@ -28,19 +28,18 @@ Body = Callable[..., tuple[Any, ...]]
 class Randomness:
     """Random state by call and microbatch: saved in the first pass, replayed in later ones."""
 
-    def __init__(self, calls: Sequence[Call], start: int, stop: int) -> None:
-        self.calls = calls
+    def __init__(self, states: Sequence[CallState | None], start: int, stop: int) -> None:
+        self.states = states
         self.place = (start, stop)
 
     def run(self, call: int, step: int, function: Any, args: Any, kwargs: Any) -> Any:
-        record = self.calls[call]
-        if record.random is None:
-            record.random = {}
+        state = self.states[call]
+        assert state is not None
         device = _random_device(args)
         key = (step, *self.place)
-        saved = record.random.get(key)
+        saved = state.random.get(key)
         if saved is None:
-            record.random[key] = _get_state(device)
+            state.random[key] = _get_state(device)
             return function(*args, **kwargs)
         outside = _get_state(device)
         _set_state(device, saved)
@@ -53,17 +52,14 @@ class Randomness:
 class Effects:
     """Steps that write to tensors outside the program run once, however often it is replayed."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = calls
-
-    def _first(self, call: int) -> bool:
-        record = self.calls[call]
-        first = record.state is None
-        record.state = {"done": True}
-        return first
+    def __init__(self, states: Sequence[CallState | None]) -> None:
+        self.states = states
 
     def run(self, call: int, function: Any, *args: Any) -> Any:
-        return function(*args, first=self._first(call))
+        state = self.states[call]
+        assert state is not None
+        first, state.done = not state.done, True
+        return function(*args, first=first)
 
 
 def _random_device(args: Any) -> torch.device:

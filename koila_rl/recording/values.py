@@ -18,7 +18,7 @@ from koila_rl.recording.layouts import Layout
 if TYPE_CHECKING:
     from koila_rl.recording.analysis import CallInfo
 
-__all__ = ["Call", "Captured", "Meta", "Node", "Rows", "Source", "meta_of", "second_size"]
+__all__ = ["Call", "CallState", "Captured", "Meta", "Node", "Rows", "Source", "meta_of", "second_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +136,24 @@ class Captured:
         self.steps = steps
 
 
+class CallState:
+    """What a call with random numbers or effects remembers between replays.
+
+    Apart from the call, so that graphs which replay it do not hold its inputs.
+    """
+
+    __slots__ = ("done", "random")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.random: dict[Any, Any] = {}
+
+
 class Call:
     """One recorded call: its analysis, its inputs and constants, and its place in time."""
 
     __slots__ = (
-        "checks", "consts", "grad", "info", "inputs", "random", "sequence", "state", "where",
+        "checks", "consts", "grad", "info", "inputs", "sequence", "state", "where",
     )  # fmt: skip
 
     def __init__(
@@ -152,8 +165,7 @@ class Call:
         self.grad = grad
         self.sequence = next(_sequence)
         self.where: tuple[str, int] | None = None
-        self.state: dict[str, Any] | None = None
-        self.random: dict[Any, Any] | None = None
+        self.state = CallState() if info.random or info.effect else None
         # Validations that were deferred before this call: (node of a truth value, message).
         self.checks: tuple[tuple[Node, str], ...] = ()
 
