@@ -184,6 +184,10 @@ class FrameStore:
             self._patch(frames, i, j, self._odd[rows[i] % self._size], j)
         return self._unstack(frames)
 
+    def warm(self, rows: Index) -> None:
+        """Have the newest frames of the rows read from the disk; the rest lie near them."""
+        self._frames.warm(rows % self._size)
+
     def _patch(self, frames: Tensor, i: Index, j: Index, references: Index, at: Index) -> None:
         """Take ``frames[i, j]`` from the pool: frame ``at`` of the stack referred to."""
         reference = references - 1

@@ -28,7 +28,7 @@ from koila_rl.buffers.rows import ColumnRows, minibatch
 from koila_rl.buffers.sample import Sample, SampleSource
 from koila_rl.buffers.samplers import Sampler, Shuffled, Uniform
 from koila_rl.buffers.storage import Index, Place, Storage
-from koila_rl.buffers.transforms import Transform, frozen
+from koila_rl.buffers.transforms import Transform, by_key, transform_of
 from koila_rl.buffers.tree import Columns, Key, flatten, name, nest
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
 
@@ -94,7 +94,7 @@ class ReplayBuffer:
         )  # fmt: skip
         self.device = None if device is None else torch.device(device)
         self.save_limit = save_limit
-        self._transforms = {_key(key): change for key, change in (transforms or {}).items()}
+        self._transforms = by_key(transforms)
         self._n_envs_named = n_envs is not None
         self._generator = np.random.default_rng(seed)
         self._uniform = Uniform()
@@ -345,20 +345,12 @@ class ReplayBuffer:
         slow = self._storage.folder is not None
         return {
             key: ColumnRows(
-                SampleSource(sample, key, view, slow=slow), self.device, self._transform(key)
+                SampleSource(sample, key, view, slow=slow),
+                self.device,
+                transform_of(self._transforms, key),
             )
             for key, view in sample.views.items()
         }
-
-    def _transform(self, key: Key) -> Transform | None:
-        if not self._transforms:
-            return None
-        plain = key[1:] if key[0] == "next" else key
-        for wanted in (key, plain):
-            for depth in range(len(wanted), 0, -1):
-                if (found := self._transforms.get(wanted[:depth])) is not None:
-                    return frozen(found)
-        return None
 
     def _begin(self, n: int) -> None:
         kept_from = self._ring.total + n - self.capacity

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from koila_rl.buffers.allocation import check_allocation, human
-from koila_rl.buffers.rows import ColumnRows, TensorSource, minibatch
+from koila_rl.buffers.allocation import human
+from koila_rl.buffers.rows import ColumnRows, StoredSource, minibatch
+from koila_rl.buffers.storage import Index, Place, Storage, Stored
+from koila_rl.buffers.transforms import Transform, by_key, transform_of
 from koila_rl.buffers.tree import Columns, Key, flatten, name, nest
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
 
@@ -38,13 +42,15 @@ class RolloutBuffer:
         n_envs: int,
         seed: int | None = None,
         *,
-        storage_device: torch.device | str = "cpu",
+        storage: Place = "ram",
         device: torch.device | str | None = None,
+        transforms: Mapping[Key | str, Transform] | None = None,
     ) -> None:
         """Take no memory yet.
 
-        ``storage_device`` is where the rollout lies, ``device`` where minibatches are
-        delivered (the same place unless named).
+        ``storage`` is ``"ram"``, ``"pinned"``, ``"device"``, ``"memmap"`` (temporary files that
+        vanish with the process) or a Path of a folder to create; minibatches are delivered to
+        ``device`` (where the rollout lies, unless named) and go through ``transforms`` there.
         """
         for label, value in (("n_steps", n_steps), ("n_envs", n_envs)):
             if value < 1:
@@ -52,14 +58,11 @@ class RolloutBuffer:
         self.n_steps = int(n_steps)
         self.n_envs = int(n_envs)
         self.device = None if device is None else torch.device(device)
-        self._storage_device = torch.device(storage_device)
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
+        self._transforms = by_key(transforms)
+        self._storage = Storage(storage, self.device)
+        self._generator = np.random.default_rng(seed)
         self._data: TensorDict | None = None
-        self._columns: Columns = {}
+        self._columns: dict[Key, Stored] = {}
         self._filled = 0
         self._generation = 0
 
@@ -85,6 +88,11 @@ class RolloutBuffer:
         if self._data is None:
             return 0
         return sum(column.nbytes for column in flatten(self._data).values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes gathered from the storage so far."""
+        return self._storage.bytes_read
 
     def __len__(self) -> int:
         """Steps added since the last :meth:`clear`."""
@@ -113,9 +121,8 @@ class RolloutBuffer:
         else:
             self._compare(values)
         self._generation += 1
-        with torch.no_grad():
-            for key, value in values.items():
-                self._columns[key][self._filled].copy_(value)
+        for key, value in values.items():
+            self._columns[key].put(self._filled * self.n_envs, value)
         self._filled += 1
 
     def clear(self) -> None:
@@ -143,6 +150,31 @@ class RolloutBuffer:
         NEXT_STEP autoreset). Yields TensorDicts ``[batch_size]`` of lazy tensors, or of plain
         ones with ``lazy=False``.
         """
+        self._check_minibatches(batch_size, n_epochs)
+        return self._epochs(self._rows_to_visit(skip), int(batch_size), int(n_epochs), lazy)
+
+    def sequences(
+        self, length: int, batch_size: int, n_epochs: int = 1, *, lazy: bool = True
+    ) -> Iterator[TensorDict]:
+        """Minibatches ``[batch_size, length]`` of consecutive steps, for recurrent policies.
+
+        Each environment's rollout is cut every ``length`` steps; each sequence is in one minibatch
+        of an epoch. ``mask`` is False behind the end of the rollout, where the last step is
+        repeated. Reset the recurrent state inside a sequence where an episode ended.
+        """
+        if length < 1:
+            raise ConfigurationError(f"length is {length}; it must be at least 1")
+        self._check_minibatches(batch_size, n_epochs)
+        starts = np.arange(0, self.n_steps, length)
+        step = starts[:, None] + np.arange(length)
+        there = np.repeat(step < self.n_steps, self.n_envs, axis=0)
+        step = np.minimum(step, self.n_steps - 1)
+        rows = (step[:, None] * self.n_envs + np.arange(self.n_envs)[None, :, None]).reshape(
+            -1, length
+        )
+        return self._epochs(rows, int(batch_size), int(n_epochs), lazy, there)
+
+    def _check_minibatches(self, batch_size: int, n_epochs: int) -> None:
         if not self.full:
             raise StorageError(
                 f"the rollout holds {self._filled} of {self.n_steps} steps; minibatches are drawn "
@@ -152,64 +184,70 @@ class RolloutBuffer:
             raise ConfigurationError(
                 f"batch_size is {batch_size} and n_epochs {n_epochs}; both must be at least 1"
             )
-        return self._epochs(self._rows_to_visit(skip), int(batch_size), int(n_epochs), lazy)
 
-    def _rows_to_visit(self, skip: Tensor | None) -> Tensor:
+    def _rows_to_visit(self, skip: Tensor | None) -> Index:
         if skip is None:
-            return torch.arange(self.n_steps * self.n_envs)
+            return np.arange(self.n_steps * self.n_envs)
         if skip.shape != (self.n_steps, self.n_envs) or skip.dtype != torch.bool:
             raise BatchSizeError(
                 f"skip is {skip.dtype} of shape {tuple(skip.shape)}; it must be bool of shape "
                 f"{(self.n_steps, self.n_envs)}"
             )
-        rows = (~skip).reshape(-1).nonzero().reshape(-1).cpu()
+        rows: Index = np.flatnonzero(~skip.cpu().numpy())
         if len(rows) == 0:
             raise ConfigurationError("skip leaves no transition to learn from")
         return rows
 
     def _epochs(
-        self, rows: Tensor, batch_size: int, n_epochs: int, lazy: bool
+        self,
+        rows: Index,
+        batch_size: int,
+        n_epochs: int,
+        lazy: bool,
+        mask: npt.NDArray[np.bool_] | None = None,
     ) -> Iterator[TensorDict]:
         for _ in range(n_epochs):
-            order = rows[torch.randperm(len(rows), generator=self._generator)]
-            for index in torch.split(order, batch_size):
-                yield self._minibatch(index, lazy)
+            order = self._generator.permutation(len(rows))
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                if self._storage.folder is not None:
+                    # The same minibatch, read from the files from front to back.
+                    chosen.sort()
+                known = {} if mask is None else {("mask",): torch.from_numpy(mask[chosen])}
+                columns = self._rows(rows[chosen])
+                yield minibatch(columns, len(chosen), known, lazy=lazy)
 
-    def _minibatch(self, index: Tensor, lazy: bool) -> TensorDict:
+    def _rows(self, index: Index) -> dict[Key, ColumnRows]:
         rows = {}
         for key, column in flatten(self.data).items():
+            stored, what = self._columns.get(key), f"{name(key)!r} of the rollout"
             flat = column.detach().reshape(self.n_steps * self.n_envs, *column.shape[2:])
-            source = TensorSource(
-                flat,
-                index.to(flat.device),
-                generation=lambda: self._generation,
-                what=f"{name(key)!r} of the rollout",
-            )
-            rows[key] = ColumnRows(source, self.device)
-        return minibatch(rows, len(index), {}, lazy=lazy)
+            if stored is None or stored.tensor.data_ptr() != flat.data_ptr():
+                stored = Stored(self._storage, flat.contiguous())
+            source = StoredSource(stored, index, lambda: self._generation, what)
+            rows[key] = ColumnRows(source, self.device, transform_of(self._transforms, key))
+        return rows
 
     def _allocate(self, values: Columns) -> None:
         if not values:
             raise StorageError("the first step of the rollout holds no tensors")
-        asked = self.n_steps * sum(value.nbytes for value in values.values())
-        check_allocation(
-            asked,
-            self._storage_device,
-            f"use fewer than n_steps={self.n_steps}, fewer than n_envs={self.n_envs}, or a "
-            "smaller dtype (uint8 for images)",
+        self._storage.check(
+            self.n_steps * sum(value.nbytes for value in values.values()),
+            f"use fewer than n_steps={self.n_steps}, fewer than n_envs={self.n_envs}, a smaller "
+            "dtype (uint8 for images) or storage=Path(…) on a larger disk",
         )
-        # Rollouts may be collected under inference_mode, whose tensors autograd refuses later.
-        with torch.inference_mode(False):
-            self._columns = {
-                key: torch.zeros(
-                    (self.n_steps, *value.shape), dtype=value.dtype, device=self._storage_device
-                )
-                for key, value in values.items()
-            }
-            self._data = self._nested()
+        rows = self.n_steps * self.n_envs
+        for key, value in values.items():
+            shape = (rows, *value.shape[1:])
+            self._columns[key] = self._storage.allocate("/".join(key), shape, value.dtype)
+        self._data = self._nested()
 
     def _nested(self) -> TensorDict:
-        return nest(self._columns, torch.Size([self.n_steps, self.n_envs]))
+        steps = {
+            key: column.tensor.view(self.n_steps, self.n_envs, *column.tensor.shape[1:])
+            for key, column in self._columns.items()
+        }
+        return nest(steps, torch.Size([self.n_steps, self.n_envs]))
 
     def _compare(self, values: Columns) -> None:
         if values.keys() != self._columns.keys():
@@ -218,11 +256,12 @@ class RolloutBuffer:
                 "every step must have the names of the first"
             )
         for key, value in values.items():
-            column = self._columns[key]
-            if column.shape[1:] != value.shape or column.dtype != value.dtype:
+            column = self._columns[key].tensor
+            if column.shape[1:] != value.shape[1:] or column.dtype != value.dtype:
                 raise StorageError(
                     f"{name(key)!r} is {value.dtype} {tuple(value.shape)} in this step, but "
-                    f"{column.dtype} {tuple(column.shape[1:])} in the first; cast or reshape it"
+                    f"{column.dtype} {(self.n_envs, *column.shape[1:])} in the first; cast or "
+                    "reshape it"
                 )
 
     def __repr__(self) -> str:
@@ -237,5 +276,5 @@ class RolloutBuffer:
         return "\n".join([f"{head}, {human(self.nbytes)}", *lines]) + ")"
 
 
-def _names(columns: Mapping[Key, Tensor]) -> list[str]:
+def _names(columns: Mapping[Key, object]) -> list[str]:
     return [name(key) for key in columns]

@@ -13,12 +13,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from koila_rl.buffers.delivery import Delivered, start_delivery
+from koila_rl.buffers.delivery import Delivered, start_delivery, worker
+from koila_rl.buffers.storage import Index, Stored
 from koila_rl.buffers.transforms import Transform
 from koila_rl.buffers.tree import Key, nest
 from koila_rl.errors import StaleValueError
 
-__all__ = ["ColumnRows", "Source", "TensorSource", "minibatch"]
+__all__ = ["ColumnRows", "Source", "StoredSource", "TensorSource", "minibatch"]
 
 
 class Source(Protocol):
@@ -42,6 +43,9 @@ class Source(Protocol):
 
     def gather(self, start: int, stop: int) -> Tensor:
         """Rows ``start:stop`` as they were sampled, on ``device``."""
+
+    def warm(self, start: int, stop: int) -> None:
+        """Have rows ``start:stop`` read from the disk."""
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if they cannot be had any more."""
@@ -73,6 +77,9 @@ class ColumnRows:
         """Rows ``start:stop``, gathered beside the storage, copied, transformed."""
         self._source.check()
         ahead, self._ahead = self._ahead, None
+        if self._source.slow and stop < self.shape[0]:
+            # The disk is read for the next microbatch while this one computes.
+            worker().submit(self._source.warm, stop, min(self.shape[0], 2 * stop - start))
         if ahead is not None and ahead[:2] == (start, stop):
             rows = ahead[2]()
         elif self.device == self._source.device:
@@ -100,49 +107,72 @@ class ColumnRows:
 
 
 class TensorSource:
-    """Rows ``index`` of ``tensor``, as it was when they were sampled.
+    """Rows ``index`` of a tensor ``[rows, …]``, as it was when they were sampled."""
 
-    ``tensor`` is ``[rows, …]`` and ``index`` an int64 tensor ``[B]`` or ``[B, L]`` on its
-    device; the minibatch is ``index.shape + tensor.shape[1:]``. ``take`` gathers rows by a flat
-    index where the storage has a faster way than ``index_select``; ``generation`` tells of
-    writes that the tensor's version counter does not see.
-    """
+    slow = False
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        index: Tensor,
-        *,
-        take: Callable[[Tensor], Tensor] | None = None,
-        generation: Callable[[], int] = int,
-        what: str = "the buffer",
-        slow: bool = False,
-    ) -> None:
+    def __init__(self, tensor: Tensor, index: Tensor, what: str) -> None:
         self._tensor = tensor
         self._index = index
-        self._take = take
-        self._generation = generation
-        self._sampled = (tensor._version, generation())
+        self._sampled = tensor._version
         self._what = what
-        self.slow = slow
         self.shape = index.shape + tensor.shape[1:]
         self.dtype = tensor.dtype
         self.device = tensor.device
 
     def gather(self, start: int, stop: int) -> Tensor:
         """Rows ``start:stop``."""
-        index = self._index[start:stop]
-        flat = index.reshape(-1)
-        rows = self._tensor.index_select(0, flat) if self._take is None else self._take(flat)
-        return rows.view(index.shape + self._tensor.shape[1:])
+        return self._tensor.index_select(0, self._index[start:stop])
+
+    def warm(self, start: int, stop: int) -> None:
+        """Nothing: not known to be on a disk."""
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if the tensor was written since the sample."""
-        if (self._tensor._version, self._generation()) != self._sampled:
-            raise StaleValueError(
-                f"{self._what} was written after this minibatch was drawn, so its rows are gone; "
-                "run backward before writing, or draw the minibatch again"
-            )
+        if self._tensor._version != self._sampled:
+            raise StaleValueError(_written(self._what))
+
+
+class StoredSource:
+    """Rows ``index``, ``[B]`` or ``[B, L]``, of a stored column that others may write to.
+
+    ``generation`` tells of writes that the tensor's version counter does not see.
+    """
+
+    def __init__(
+        self, column: Stored, index: Index, generation: Callable[[], int], what: str
+    ) -> None:
+        self._column = column
+        self._index = index
+        self._generation = generation
+        self._sampled = (column.tensor._version, generation())
+        self._what = what
+        self.slow = column.slow
+        self.shape = torch.Size(index.shape) + column.tensor.shape[1:]
+        self.dtype = column.tensor.dtype
+        self.device = column.tensor.device
+
+    def gather(self, start: int, stop: int) -> Tensor:
+        """Rows ``start:stop``."""
+        index = self._index[start:stop]
+        rows = self._column.take(index.reshape(-1))
+        return rows.view(*index.shape, *self._column.tensor.shape[1:])
+
+    def warm(self, start: int, stop: int) -> None:
+        """Have rows ``start:stop`` read from the disk."""
+        self._column.warm(self._index[start:stop].reshape(-1))
+
+    def check(self) -> None:
+        """Raise :class:`StaleValueError` if the column was written since the sample."""
+        if (self._column.tensor._version, self._generation()) != self._sampled:
+            raise StaleValueError(_written(self._what))
+
+
+def _written(what: str) -> str:
+    return (
+        f"{what} was written after this minibatch was drawn, so its rows are gone; run backward "
+        "before writing, or draw the minibatch again"
+    )
 
 
 def minibatch(

@@ -108,6 +108,11 @@ class Sample:
         self._kept.patch(key, rows, low, high)
         return rows.view(-1, *self.shape[1:], *view.shape) if len(self.shape) > 1 else rows
 
+    def warm(self, key: Key, start: int, stop: int) -> None:
+        """Have rows that :meth:`gather` will be asked for read from the disk."""
+        inner = len(self.rows) // self.shape[0]
+        self.views[key].warm(self._drawn(slice(start * inner, stop * inner)))
+
     def before_overwriting(self, first: int) -> None:
         """Gather the rows before ``first`` that are not kept yet: they are about to go."""
         if self._oldest < 0:
@@ -154,6 +159,10 @@ class SampleSource:
     def gather(self, start: int, stop: int) -> Tensor:
         """Rows ``start:stop``."""
         return self._sample.gather(self._key, start, stop)
+
+    def warm(self, start: int, stop: int) -> None:
+        """Have rows ``start:stop`` read from the disk."""
+        self._sample.warm(self._key, start, stop)
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if rows were overwritten and not kept."""

@@ -7,6 +7,7 @@ indexed torch call.
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -90,6 +91,17 @@ class Stored:
             if self._taken > _RELEASE_AFTER:
                 self.release()
         return taken
+
+    @property
+    def slow(self) -> bool:
+        """Whether a gather may wait for a disk."""
+        return self._mapping is not None
+
+    def warm(self, index: Index) -> None:
+        """Have the pages of rows ``index`` read from the disk; takes no memory of its own."""
+        if self._mapping is not None and self.row_bytes >= mmap.PAGESIZE // 4:
+            pages = np.arange(0, self.row_bytes, mmap.PAGESIZE)
+            self._mapping.bytes.take((index[:, None] * self.row_bytes + pages).reshape(-1))
 
     def put(self, start: int, values: Tensor) -> None:
         """Write ``values`` to the rows from ``start`` on; the caller has checked that they fit."""

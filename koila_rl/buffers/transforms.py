@@ -7,15 +7,25 @@ that all microbatches of one minibatch see the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from koila_rl.buffers.tree import Key
 from koila_rl.errors import ConfigurationError
 
-__all__ = ["Cast", "Compose", "RunningNormalisation", "Transform", "frozen", "to_tensor"]
+__all__ = [
+    "Cast",
+    "Compose",
+    "RunningNormalisation",
+    "Transform",
+    "by_key",
+    "frozen",
+    "to_tensor",
+    "transform_of",
+]
 
 Transform: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -106,6 +116,28 @@ class RunningNormalisation:
         copy = RunningNormalisation(tuple(self.mean.shape), self._eps, self._clip)
         copy.mean, copy.variance, copy.count = self.mean, self.variance, self.count
         return copy
+
+
+def by_key(transforms: Mapping[Key | str, Transform] | None) -> dict[Key, Transform]:
+    """Transforms under whole keys."""
+    return {
+        (key,) if isinstance(key, str) else tuple(key): change
+        for key, change in (transforms or {}).items()
+    }
+
+
+def transform_of(transforms: Mapping[Key, Transform], key: Key) -> Transform | None:
+    """What is done to leaf ``key``, frozen: named for it, or for what holds it.
+
+    What is named for ``observation`` holds for ``("next", "observation")`` too.
+    """
+    if not transforms:
+        return None
+    for wanted in (key, key[1:] if key[0] == "next" else key):
+        for depth in range(len(wanted), 0, -1):
+            if (found := transforms.get(wanted[:depth])) is not None:
+                return frozen(found)
+    return None
 
 
 def frozen(transform: Transform) -> Transform:

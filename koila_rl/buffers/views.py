@@ -59,6 +59,9 @@ class View(Protocol):
     def gather(self, at: Drawn) -> Tensor:
         """``[len(at.rows), *shape]``."""
 
+    def warm(self, at: Drawn) -> None:
+        """Have what :meth:`gather` will need read from the disk."""
+
 
 class StoredView:
     """A stored column, at the first or the last row of the window."""
@@ -73,6 +76,10 @@ class StoredView:
     def gather(self, at: Drawn) -> Tensor:
         """The column's rows."""
         return self._column.take(at.last_slots if self._last else at.slots)
+
+    def warm(self, at: Drawn) -> None:
+        """Have the rows read from the disk."""
+        self._column.warm(at.last_slots if self._last else at.slots)
 
 
 class StackView:
@@ -90,6 +97,10 @@ class StackView:
         """The stacks."""
         rows = at.last if self._following else at.rows
         return self._store.gather(rows, following=self._following)
+
+    def warm(self, at: Drawn) -> None:
+        """Have the frames read from the disk."""
+        self._store.warm(at.last if self._following else at.rows)
 
 
 class RewardView:
@@ -118,6 +129,9 @@ class RewardView:
             total += torch.where(factor != 0, factor * reward, 0.0)
         return total.to(self.dtype)
 
+    def warm(self, at: Drawn) -> None:
+        """Nothing: rewards are small."""
+
 
 class DiscountView:
     """γ to the steps taken: what the value at the window's end is worth at its start."""
@@ -132,3 +146,6 @@ class DiscountView:
         discount = torch.from_numpy(self._gamma ** at.steps.astype(np.float64))
         discount = discount.view(-1, *[1] * len(self.shape)).expand(-1, *self.shape)
         return discount.to(self.dtype)
+
+    def warm(self, at: Drawn) -> None:
+        """Nothing: computed."""

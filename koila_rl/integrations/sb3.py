@@ -141,7 +141,8 @@ class _LazyReplay:
         live.append(weakref.ref(drawn))
 
         def joined(array: Array) -> Array:
-            return array.reshape(size * n_envs, *array.shape[2:])
+            flat: Array = array.reshape(size * n_envs, *array.shape[2:])
+            return flat
 
         dones, timeouts = joined(buffer.dones), joined(buffer.timeouts)
         if buffer.optimize_memory_usage:
@@ -229,6 +230,9 @@ class _Source:
 
     def gather(self, start: int, stop: int) -> Tensor:
         return self._drawn.gather(self._key, start, stop)
+
+    def warm(self, start: int, stop: int) -> None:
+        """Nothing: not on a disk."""
 
     def check(self) -> None:
         self._drawn.check()

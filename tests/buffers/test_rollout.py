@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 import torch
 from tensordict import TensorDict
 
+import koila_rl
 from koila_rl.buffers import RolloutBuffer
 from koila_rl.errors import (
     BatchSizeError,
@@ -160,11 +163,63 @@ def test_strings_are_refused() -> None:
 
 
 def test_a_reused_rollout_is_named() -> None:
-    from koila_rl.buffers.rows import ColumnRows, TensorSource
+    rollout = filled()
+    (part,) = rollout.minibatches(15)
+    value = part["next", "reward"].exp()
+    rollout.clear()
+    assert koila_rl.materialize(part["action"]).shape == (15,)
+    rollout.add(step(5))
+    with pytest.raises(StaleValueError, match="'next.reward' of the rollout was written"):
+        value.sum().item()
 
-    source = torch.arange(6.0)
-    rows = ColumnRows(TensorSource(source, torch.tensor([4, 1])))
-    assert rows.read(0, 1).tolist() == [4.0]
-    source[0] = 9.0
-    with pytest.raises(StaleValueError, match="draw the minibatch again"):
-        rows.read(1, 2)
+
+def test_a_column_written_in_place_is_named() -> None:
+    rollout = filled()
+    rollout.data["advantage"] = torch.zeros(5, 3)
+    first, second = rollout.minibatches(8)
+    rollout.data["advantage"] += 1
+    assert koila_rl.materialize(first["action"]).shape == (8,)
+    with pytest.raises(StaleValueError, match="advantage"):
+        koila_rl.materialize(second["advantage"])
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 9])
+def test_sequences(length: int) -> None:
+    rollout = filled()
+    seen = []
+    for part in rollout.sequences(length, 4, n_epochs=1, lazy=False):
+        assert part["action"].shape == (len(part), length)
+        for actions, mask in zip(part["action"].tolist(), part["mask"].tolist(), strict=True):
+            kept = [action for action, there in zip(actions, mask, strict=True) if there]
+            assert kept == list(range(kept[0], kept[0] + 3 * len(kept), 3))
+            assert all(action == kept[-1] for action in actions[len(kept) :])
+            seen += kept
+    assert sorted(seen) == list(range(15))
+
+
+@pytest.mark.parametrize("storage", ["memmap", "path"])
+def test_rollouts_in_files(storage: str, tmp_path: Path) -> None:
+    place = "memmap" if storage == "memmap" else tmp_path / "rollout"
+    rollout = RolloutBuffer(5, 3, seed=0, storage=place)  # type: ignore[arg-type]
+    for t in range(5):
+        rollout.add(step(t))
+    rollout.data["advantage"] = rollout.data["action"] * 2.0
+    weight = torch.zeros((), requires_grad=True)
+    total = torch.zeros(())
+    with koila_rl.limits(microbatch=2):
+        for part in rollout.minibatches(4):
+            (
+                (part["advantage"] + part["observation", "image"][:, 0]) * weight.exp()
+            ).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == 3 * sum(range(15))
+    assert total == 0
+
+
+def test_nothing_moves_before_a_value_is_needed() -> None:
+    rollout = filled()
+    part = next(rollout.minibatches(6))
+    loss = (part["next", "reward"] * 2).sum()
+    assert rollout.bytes_read == 0
+    loss.item()
+    assert rollout.bytes_read == 6 * 4
