@@ -39,7 +39,7 @@ bench: setup
 	for script in benchmarks/*.py; do $(BIN)/python "$$script" || exit 1; done
 
 docs: setup
-	$(BIN)/python docs/check.py
+	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:
 	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
