@@ -162,10 +162,12 @@ def _analysis(
     if len(_KNOWN) > _LIMIT:
         _KNOWN.clear()
     objects = any(not isinstance(x, float) for x in consts)
-    if not consts or not (info.exploded or objects or info.writes):
+    combined = any(step.reduction and step.reduction.combine for step in info.steps)
+    if not consts or not (info.exploded or objects or info.writes or combined):
         _KNOWN[key] = info
     else:
-        # Replayed operator by operator, the constants are written into the steps.
+        # Replayed operator by operator, the constants are written into the steps; the way to
+        # combine partial results may depend on them too, as the order of a norm.
         variants = _KNOWN.setdefault(key, {})
         if isinstance(variants, dict):
             if len(variants) > 64:
