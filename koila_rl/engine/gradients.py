@@ -46,7 +46,10 @@ class RowSource:
 
 
 class Execution:
-    """One run of a bound program, split into microbatches of the given sizes."""
+    """One run of a bound program, split into microbatches of the given size."""
+
+    # On fake tensors nothing can be compared.
+    dry = False
 
     def __init__(self, bound: Bound, size: int, strict: bool = True) -> None:
         # A strict run may be gone through backward once, like any graph of PyTorch.
@@ -105,6 +108,13 @@ class Execution:
             for v, (shape, dtype, device) in self.program.fused_metas.items()
         }
 
+    def places(self, n: int) -> list[tuple[int, int]]:
+        """The microbatches of a stage of n samples."""
+        return microbatches(n, self.size)
+
+    def randomness(self, start: int, stop: int) -> Any:
+        return self.effects if self.dry else Randomness(self.states, start, stop)
+
     def drop(self, level: int) -> None:
         """Forget values that no later level needs."""
         for v in self.program.drops[level]:
@@ -123,9 +133,6 @@ class Execution:
                 0, self.consts, self.randomness(0, -level - 1), self.effects, *values
             )
         self.env.update(zip(sorted(made), results, strict=True))
-
-    def randomness(self, start: int, stop: int) -> Randomness:
-        return Randomness(self.states, start, stop)
 
     def whole(self, v: int) -> Any:
         value = self.env[v]
@@ -168,8 +175,8 @@ class StageRun:
         self.consts = execution.consts
         self.states = execution.states
         self.effects = execution.effects
-        self.size = execution.size
-        self.strict = execution.strict
+        self.places = execution.places(stage.n)
+        self.strict, self.dry = execution.strict, execution.dry
         env = execution.env
         self.rows = [(env[v], layout, prefix) for v, layout, prefix in stage.rows]
         self.wholes = [execution.whole(v) for v in stage.whole]
@@ -204,7 +211,7 @@ class StageRun:
         return found
 
     def body(self, start: int, stop: int, rows: Sequence[Any], wholes: Sequence[Any]) -> Any:
-        randomness = Randomness(self.states, start, stop)
+        randomness = self.effects if self.dry else Randomness(self.states, start, stop)
         return self.stage.body(
             stop - start, self.consts, randomness, self.effects, *rows, *wholes
         )
@@ -213,7 +220,7 @@ class StageRun:
         """All microbatches without gradients."""
         total = Totals(self.stage)
         with torch.no_grad():
-            for start, stop in microbatches(self.stage.n, self.size):
+            for start, stop in self.places:
                 total.add(self.body(start, stop, self.slices(start, stop), self.wholes), start, stop)
             return total.finish()
 
@@ -227,8 +234,7 @@ class StageRun:
             wholes[k] = self.wholes[k].detach().requires_grad_()
             aliases.append(wholes[k])
         buffers: list[Tensor | None] = [None] * len(self.row_inputs)
-        places = microbatches(self.stage.n, self.size)
-        for number, (start, stop) in enumerate(places):
+        for number, (start, stop) in enumerate(self.places):
             rows = [x.detach() if isinstance(x, Tensor) else x for x in self.slices(start, stop)]
             leaves = []
             for k in self.row_inputs:
@@ -357,7 +363,7 @@ class StageFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # PyTorch's own checks: changed in place, or freed already
         found = ctx.found
-        if found is not None and _same(ctx.known, grads):
+        if found is not None and (ctx.run.dry or _same(ctx.known, grads)):
             ctx.found = None
         else:
             found = ctx.run.backward(grads)

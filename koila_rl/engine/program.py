@@ -77,6 +77,8 @@ class Program:
     tail: Tail | None = None
     fused_metas: dict[int, Any] = field(default_factory=dict)
     drops: list[list[int]] = field(default_factory=list)
+    # Shape, type and device of each root.
+    root_metas: list[Any] = field(default_factory=list)
     unsplit: tuple[int, ...] = ()
 
     @property
@@ -154,6 +156,7 @@ def bind(roots: Sequence[Node], target: Node | None = None) -> Bound:
     program = _PROGRAMS.get(signature)
     if program is None:
         program = _build(calls, args, numbers, tensors, layouts, root_numbers, aim)
+        program.root_metas = [(x.meta.shape, x.meta.dtype, x.meta.device) for x in roots]
         if len(_PROGRAMS) >= _LIMIT:
             _PROGRAMS.clear()
         _PROGRAMS[signature] = program

@@ -90,6 +90,8 @@ def functional(func: Any) -> Any:
     name = func._schema.name.partition("::")[2]
     packet = getattr(torch.ops.aten, name[:-1], None)
     overload = getattr(packet, func._overloadname, None) if packet is not None else None
+    if overload is None and packet is not None and func._overloadname == "default":
+        overload = getattr(packet, packet.overloads()[0])
     if overload is None:
         raise CannotExplode(f"no functional form of {func}")
     return overload
@@ -313,6 +315,9 @@ class Propagation:
         ]
         if not targets:
             return EFFECTS.get(a.func, a.func)
+        if torch.Tag.inplace_view in a.func.tags:
+            # ``transpose_`` and its like change the view, not the data.
+            return functional(a.func)
         target = targets[0]
         if len(targets) > 1 or a.out is not target:
             self.blocked = "an operator that writes beside its result"

@@ -1,0 +1,176 @@
+"""Predict the peak of an update: the engine's own schedule, run on fake tensors.
+
+Nothing is modelled: the same code that will run the program runs it on fake tensors under a
+tracker of live storages. Microbatches of one size are alike, so the first two and the last
+of a stage stand for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from koila_rl.engine.gradients import Execution, RowSource, microbatches
+from koila_rl.engine.program import Bound, Program
+from koila_rl.memory.tracking import LiveCall, StorageTracker
+from koila_rl.recording.trace import LOCK, fakes, quiet_fakes
+from koila_rl.recording.values import Captured, Meta, Node, Source
+
+__all__ = ["Estimate", "InputForm", "estimate", "input_forms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Peak of live tensors in bytes, and the calls whose results were live then."""
+
+    peak_bytes: int
+    calls: tuple[LiveCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InputForm:
+    """What the estimate must know of one input."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    # A leaf whose gradient exists takes no new memory for it.
+    has_grad: bool
+    # Rows are read on demand along this dimension; None: the tensor is resident.
+    rows: int | None
+
+
+def input_forms(bound: Bound) -> tuple[InputForm, ...]:
+    return tuple(_form(item) for item in bound.tensors)
+
+
+def _form(item: Any) -> InputForm:
+    if isinstance(item, Captured):
+        return _tensor_form(item.tensor)
+    assert isinstance(item, Node)
+    if item.attached is not None:
+        return _tensor_form(item.attached)
+    source = item.call
+    assert isinstance(source, Source)
+    if source.data is not None:
+        return _tensor_form(source.data)
+    meta: Meta = item.meta
+    rows = source.rows
+    assert rows is not None
+    return InputForm(meta.shape, meta.stride, meta.dtype, meta.device, False, False, rows.dim)
+
+
+def _tensor_form(x: Tensor) -> InputForm:
+    has_grad = x.is_leaf and x.requires_grad and x.grad is not None
+    return InputForm(
+        tuple(x.shape), tuple(x.stride()), x.dtype, x.device, x.requires_grad, has_grad, None
+    )
+
+
+class _FakeRows(RowSource):
+    """Rows that are made when a microbatch runs, as reading them would."""
+
+    def __init__(self, form: InputForm) -> None:
+        self.form = form
+        assert form.rows is not None
+        self.dim = form.rows
+        self.n = form.shape[form.rows]
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        shape = list(self.form.shape)
+        shape[self.dim] = stop - start
+        return torch.empty(shape, dtype=self.form.dtype, device=self.form.device)
+
+
+class _DryExecution(Execution):
+    """The engine on fake tensors: no random state, no effects, three microbatches a stage."""
+
+    dry = True
+
+    def __init__(self, program: Program, tensors: Sequence[Any], size: int, consts: list[Any]):
+        self.strict = True
+        self.program = program
+        self.consts = consts
+        self.states = []
+        self.size = size
+        self.effects = DRY
+        self.env = {x.number: item for x, item in zip(program.inputs, tensors, strict=True)}
+
+    def places(self, n: int) -> list[tuple[int, int]]:
+        every = microbatches(n, self.size)
+        return every if len(every) <= 3 else [*every[:2], every[-1]]
+
+
+class _Dry:
+    """Stands for random state and effects."""
+
+    def run(self, call: int, *rest: Any) -> Any:
+        if len(rest) == 4 and isinstance(rest[0], int):
+            _, function, args, kwargs = rest
+            return function(*args, **kwargs)
+        function, *args = rest
+        return function(*args, first=False)
+
+
+DRY: Any = _Dry()
+
+
+def estimate(
+    program: Program, forms: Sequence[InputForm], consts: list[Any], size: int, purpose: str,
+    target: int,
+) -> Estimate:  # fmt: skip
+    """The peak of a run in microbatches of ``size``; N or more is the whole minibatch.
+
+    Args:
+        purpose: "backward" from root ``target``; "value" and "graph" of all roots, with the
+            backward that may follow.
+    """
+    with LOCK, quiet_fakes(), fakes(), torch.enable_grad():
+        tensors = [_fake(form) for form in forms]
+        tracker = StorageTracker()
+        tracker.register([x for x in tensors if isinstance(x, Tensor)])
+        with tracker:
+            if size >= program.n:
+                roots = _run_whole(program, tensors, consts)
+            else:
+                roots = _run_split(program, tensors, consts, size, purpose, target)
+            wanted = [roots[target]] if purpose == "backward" else roots
+            wanted = [root for root in wanted if root.requires_grad]
+            if wanted:
+                torch.autograd.backward(wanted, [torch.ones_like(root) for root in wanted])
+        return Estimate(tracker.peak_bytes, tracker.peak_calls()[:8])
+
+
+def _fake(form: InputForm) -> Any:
+    if form.rows is not None:
+        return _FakeRows(form)
+    x = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
+    if form.requires_grad:
+        x.requires_grad_()
+        if form.has_grad:
+            x.grad = torch.empty_like(x)
+    return x
+
+
+def _run_whole(program: Program, tensors: list[Any], consts: list[Any]) -> list[Tensor]:
+    inputs = [x.slice(0, x.n) if isinstance(x, RowSource) else x for x in tensors]
+    return list(program.whole(program.n, consts, DRY, DRY, *inputs))
+
+
+def _run_split(
+    program: Program, tensors: list[Any], consts: list[Any], size: int, purpose: str, target: int
+) -> list[Tensor]:
+    run = _DryExecution(program, tensors, size, consts)
+    if purpose == "value":
+        return run.run(grad=False)
+    seed = None
+    if purpose == "backward":
+        shape, dtype, device = program.root_metas[target]
+        seed = torch.ones(shape, dtype=dtype, device=device)
+    return run.run(grad=True, gradient=seed)
