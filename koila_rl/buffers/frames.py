@@ -11,13 +11,15 @@ time limits that reset at once, skipped rows and the cursor.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from koila_rl.buffers.ring import Ring
-from koila_rl.buffers.storage import Index, Storage, Stored
+from koila_rl.buffers.storage import Index, Storage, Stored, to_numpy
 from koila_rl.errors import ConfigurationError
 
 __all__ = ["FrameStore"]
@@ -77,7 +79,9 @@ class FrameStore:
         self._ends = _array(column(f"_pool_ends/{label}", (2,), torch.int64, True))
         newest = np.arange(max(ring.first, ring.total - ring.n_envs), ring.total)
         complete = len(newest) == ring.n_envs
-        self._last = self._stack_of(self.gather(newest, following=True)) if complete else None
+        self._last: Any = None
+        if complete:
+            self._last = _words(self._stack_of(self.gather(newest, following=True)))
 
     @staticmethod
     def nbytes(shape: tuple[int, ...], itemsize: int, k: int, capacity: int, n_envs: int) -> int:
@@ -90,17 +94,18 @@ class FrameStore:
         """Store the ring's next rows ``[n, *shape]``, n a multiple of ``n_envs``."""
         n, n_envs = len(observation), self._ring.n_envs
         before, after = self._stack_of(observation), self._stack_of(following)
-        # after[:-E] is what the rows one step on should begin with.
-        shifted = (after[:, :-1] == before[:, 1:]).flatten(1).all(1).cpu().numpy()
+        had, has = _words(before), _words(after)
+        odd = _differ(has[:, :-1], had[:, 1:])
         fresh = np.ones(n, dtype=bool)
-        fresh[n_envs:] = ~(before[n_envs:] == after[:-n_envs]).flatten(1).all(1).cpu().numpy()
+        # has[:-E] is what the rows one step on should begin with.
+        fresh[n_envs:] = _differ(had[n_envs:], has[:-n_envs])
         if self._last is not None:
-            head = (before[:n_envs] == self._last).flatten(1).all(1).cpu().numpy()
-            fresh[:n_envs] = ~head
-        self._refer(before, after, fresh, ~shifted)
+            fresh[:n_envs] = _differ(had[:n_envs], self._last)
+        self._refer(before, after, fresh, odd)
         for slot, start, stop in self._ring.spans(n, self._size):
             self._frames.put(slot, after[start:stop, -1])
-        self._last = after[-n_envs:].clone()
+        last = has[-n_envs:]
+        self._last = last.clone() if torch.is_tensor(last) else last.copy()
 
     def _refer(
         self,
@@ -202,11 +207,26 @@ class FrameStore:
         """``[n, *shape]`` → ``[n, k, *frame]``."""
         dim = self._dim + 1
         frames: Tensor = observation.detach().unflatten(dim, (self._k, -1))
-        return frames.movedim(dim, 1)
+        return frames.movedim(dim, 1).contiguous()
 
     def _unstack(self, frames: Tensor) -> Tensor:
         dim = self._dim + 1
         return frames.movedim(1, dim).flatten(dim, dim + 1).contiguous()
+
+
+def _words(stacks: Tensor) -> Any:
+    """``[n, k, words]``: frames as the longest words that they divide into, to compare quickly."""
+    flat = stacks.flatten(2)
+    if flat.device.type != "cpu":
+        return flat
+    size = flat.shape[2] * flat.element_size()
+    return to_numpy(flat).view(np.uint64 if size % 8 == 0 else np.uint8)
+
+
+def _differ(a: Any, b: Any) -> npt.NDArray[np.bool_]:
+    """Which of the ``n`` rows of two arrays differ anywhere."""
+    differ = (a != b).reshape(len(a), -1).any(1)
+    return cast("npt.NDArray[np.bool_]", differ.cpu().numpy() if torch.is_tensor(a) else differ)
 
 
 def _array(column: Stored) -> Index:

@@ -213,7 +213,7 @@ class RolloutBuffer:
                 if self._storage.folder is not None:
                     # The same minibatch, read from the files from front to back.
                     chosen.sort()
-                known = {} if mask is None else {("mask",): torch.from_numpy(mask[chosen])}
+                known: Columns = {} if mask is None else {("mask",): torch.from_numpy(mask[chosen])}
                 columns = self._rows(rows[chosen])
                 yield minibatch(columns, len(chosen), known, lazy=lazy)
 

@@ -7,7 +7,6 @@ as ever, on lazy tensors.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -59,7 +58,6 @@ def wrap_torchrl(buffer: Any) -> Any:
     return wrapped
 
 
-@functools.cache
 def _lazy_storage(kind: Any) -> Any:
     def get(self: Any, index: Any) -> Any:
         at = index[0] if isinstance(index, tuple) and len(index) == 1 else index

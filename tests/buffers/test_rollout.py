@@ -169,7 +169,7 @@ def test_a_reused_rollout_is_named() -> None:
     rollout.clear()
     assert koila_rl.materialize(part["action"]).shape == (15,)
     rollout.add(step(5))
-    with pytest.raises(StaleValueError, match="'next.reward' of the rollout was written"):
+    with pytest.raises(StaleValueError, match=r"'next\.reward' of the rollout was written"):
         value.sum().item()
 
 
