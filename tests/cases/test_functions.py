@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 import koila_rl
 from koila_rl.errors import UnsplitWarning
-from tests.helpers import check
+from tests.helpers import allow_unsplit, check
 
 N = 10
 SIZES = [1, 3, N]
@@ -213,7 +213,7 @@ def hooked(microbatch: int | None) -> dict[str, list[Tensor]]:
         lambda p: seen["accumulated"].append(p.grad.clone())
     )
     module[2].register_full_backward_hook(lambda m, i, o: seen["module"].append(o[0]))
-    with koila_rl.limits(microbatch=microbatch):
+    with koila_rl.limits(microbatch=microbatch), allow_unsplit():
         y = module(koila_rl.lazy(x) if microbatch else x)
         y.register_hook(lambda g: seen["output"].append(g))
         y.pow(2).mean().backward()
@@ -234,7 +234,7 @@ def test_a_hook_may_change_a_gradient(microbatch: int) -> None:
     def gradient(size: int | None) -> Tensor:
         torch.manual_seed(0)
         layer, x = nn.Linear(3, 2), torch.randn(N, 3)
-        with koila_rl.limits(microbatch=size):
+        with koila_rl.limits(microbatch=size), allow_unsplit():
             y = layer(koila_rl.lazy(x) if size else x)
             y.register_hook(lambda g: g.clamp(-0.02, 0.02))
             y.pow(2).sum().backward()

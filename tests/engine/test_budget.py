@@ -49,8 +49,10 @@ CASES = {
 def test_the_peak_stays_within_the_budget(name: str, share: int) -> None:
     build, program, make = CASES[name]
     torch.manual_seed(0)
-    module, batch = build().double(), make()
-    batch = tuple(t.double() if t.is_floating_point() else t for t in batch)
+    module, batch = build(), make()
+    if name != "CNN":  # Images over 255.0 are float32.
+        module = module.double()
+        batch = tuple(t.double() if t.is_floating_point() else t for t in batch)
     peak_of(module, program, batch)
     budget = peak_of(module, program, batch) // share
     expected = [p.grad for p in module.parameters()]
