@@ -1,1 +1,6 @@
 """Agents written in the order of their papers, on the public names of koila_rl alone."""
+
+from koila_rl.agents.ppo import PPO
+from koila_rl.agents.schedules import Linear
+
+__all__ = ["PPO", "Linear"]
