@@ -123,9 +123,10 @@ class FrameStore:
             # A row after an odd next observation cannot find its frames in the rows before.
             if total + at > 0:
                 fresh[here] |= self._odd[previous] > 0
-            age = np.minimum(self._ages[previous].astype(np.int64) + 1, self._k)
-            self._ages[slots] = np.where(fresh[here], 0, age)
-            for i in np.flatnonzero(fresh[here] | odd[here]):
+            age = np.minimum(self._ages[previous], self._k - 1) + 1
+            age[fresh[here]] = 0
+            self._ages[slots] = age
+            for i in (fresh[here] | odd[here]).nonzero()[0]:
                 if fresh[at + i]:
                     self._starts[slots[i]] = self._keep(before[at + i])
                 if odd[at + i]:
@@ -225,7 +226,7 @@ def _words(stacks: Tensor) -> Any:
 
 def _differ(a: Any, b: Any) -> npt.NDArray[np.bool_]:
     """Which of the ``n`` rows of two arrays differ anywhere."""
-    differ = (a != b).reshape(len(a), -1).any(1)
+    differ = (a != b).any(2).any(1)
     return cast("npt.NDArray[np.bool_]", differ.cpu().numpy() if torch.is_tensor(a) else differ)
 
 
