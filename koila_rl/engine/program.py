@@ -208,7 +208,7 @@ def _build(
                     step,
                     tuple((local[v], use) for v, use in step.operands),
                     tuple(local[v] for v in step.outputs),
-                    position, call.info.n, call.grad, call.info.autocast,
+                    position, step.n or call.info.n, call.grad, call.info.autocast,
                 )
             )  # fmt: skip
     written_roots, roots = roots, [renamed.get(v, v) for v in roots]

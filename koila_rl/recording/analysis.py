@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from koila_rl.recording.backward import backward_splits
 from koila_rl.recording.layouts import Layout, scaled_layout
 from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths_of
 from koila_rl.recording.rules import WHOLE, Use
@@ -183,6 +184,18 @@ def _meta(x: Tensor, n: int, layout: Layout | None = None, other: Tensor | None 
     shape, stride = tuple(x.shape), tuple(x.stride())
     shape2 = tuple(other.shape) if other is not None else shape
     stride2 = tuple(other.stride()) if other is not None else stride
+    return intern(
+        Meta(shape, stride, x.dtype, x.device, x.requires_grad, layout, n, shape2, stride2)
+    )
+
+
+def _meta_along(x: Tensor, n: int, layout: Layout | None) -> Meta:
+    """A result whose batch axis has n rows, another size than the minibatch's."""
+    if layout is None or n <= 1:
+        return _meta(x, n)
+    shape, stride = tuple(x.shape), tuple(x.stride())
+    size = layout.factor * second_size(n)
+    shape2, stride2 = scaled(shape, stride, layout.dim, size)
     return intern(
         Meta(shape, stride, x.dtype, x.device, x.requires_grad, layout, n, shape2, stride2)
     )
@@ -356,6 +369,7 @@ def _try(
     layouts = [flow.layouts.get(id(x)) for x in outs]
     known = all(id(x) in flow.values for x in outs)
     new = _copy(info, attempt.template)
+    own_backward = getattr(info.func, "backward_too", False)
     if flow.plain and known and _plain_fits(new, flow, outs, others, layouts, consts, attempt):
         kind = "reduce" if flow.reduction is not None else "split"
         if all(layout is None for layout in layouts) and kind == "split":
@@ -363,9 +377,13 @@ def _try(
         # An input that no operator touches is handed through, row by row.
         uses = {k: Use(meta.layout) for k, meta in enumerate(attempt.metas)} | flow.input_uses
         new.steps = [_native(new, kind, len(attempt.metas), uses, flow.reduction)]
-        return new
-    if blocked is None and known:
-        new.metas = [_meta(x, info.n, layout, y)
+        if not own_backward or (kind == "split" and backward_splits(
+            info.func, attempt.template, attempt.metas, new.metas, consts, info.n
+        )):  # fmt: skip
+            return new
+    if blocked is None and known and not own_backward:
+        new.metas = [_meta(x, info.n, layout, y) if id(x) not in flow.axes
+                     else _meta_along(x, flow.axes[id(x)][0], layout)
                      for x, y, layout in zip(outs, others, layouts, strict=True)]  # fmt: skip
         new.steps = flow.steps
         new.results = tuple(flow.values[id(x)] for x in outs)

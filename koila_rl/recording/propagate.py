@@ -7,8 +7,7 @@ to add up, what to run once on whole values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,75 +25,19 @@ from koila_rl.recording.rules import (
     axis_size,
     find_rule,
 )
-from koila_rl.recording.sizes import BatchInt
+from koila_rl.recording.sizes import batch_shape
+from koila_rl.recording.steps import (
+    EFFECTS,
+    CannotExplode,
+    Step,
+    functional,
+    paths_of,
+    template_of,
+)
 from koila_rl.recording.template import Ref
 from koila_rl.recording.trace import OpRecord, trace
 
-__all__ = ["EFFECTS", "CannotExplode", "Propagation", "Step"]
-
-
-# Operators that stand for a write outside the program, and what the engine runs for them.
-EFFECTS: dict[Any, Any] = {}
-
-
-class CannotExplode(Exception):
-    """The call cannot be replayed operator by operator."""
-
-
-@dataclass(slots=True)
-class Step:
-    """One replayed operation.
-
-    ``kind``: "split" runs on each microbatch, "reduce" too and its results are added up,
-    "global" runs once on whole values. ``operands`` are value numbers and how each is taken;
-    ``outputs`` are value numbers, in the order of the tensors in the returned structure.
-    """
-
-    kind: str
-    func: Any
-    template: tuple[Any, Any]
-    operands: tuple[tuple[int, Use], ...]
-    outputs: tuple[int, ...]
-    paths: tuple[tuple[Any, ...], ...]
-    layouts: tuple[Layout | None, ...]
-    requires_grad: tuple[bool, ...]
-    # Shape, type and device of each output at full size.
-    metas: tuple[tuple[Any, torch.dtype, torch.device], ...]
-    name: str
-    reduction: Reduction | None = None
-    random: bool = False
-    # None: as recorded. False: the casts of autocast are already written out.
-    autocast: bool | None = None
-    bytes_per_sample: int = 0
-    # Its aten operators, operands numbered first and outputs next, for the test of linearity.
-    ops: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
-
-
-def paths_of(tree: Any) -> list[tuple[Any, ...]]:
-    """The index path of every tensor in a nested structure of results."""
-    if isinstance(tree, Tensor):
-        return [()]
-    found: list[tuple[Any, ...]] = []
-    items: Any = ()
-    if isinstance(tree, tuple | list):
-        items = enumerate(tree)
-    elif isinstance(tree, dict):
-        items = tree.items()
-    for key, item in items:
-        found += [(key, *rest) for rest in paths_of(item)]
-    return found
-
-
-def functional(func: Any) -> Any:
-    """The operator that returns what an in-place one writes."""
-    name = func._schema.name.partition("::")[2]
-    packet = getattr(torch.ops.aten, name[:-1], None)
-    overload = getattr(packet, func._overloadname, None) if packet is not None else None
-    if overload is None and packet is not None and func._overloadname == "default":
-        overload = getattr(packet, packet.overloads()[0])
-    if overload is None:
-        raise CannotExplode(f"no functional form of {func}")
-    return overload
+__all__ = ["EFFECTS", "CannotExplode", "Propagation", "Step", "paths_of"]
 
 
 class Propagation:
@@ -109,6 +52,9 @@ class Propagation:
         self.n, self.n2 = n, n2
         self.values: dict[int, int] = {}
         self.layouts: dict[int, Layout | None] = {}
+        # Values whose batch axis is another than the minibatch's: its size at both sizes.
+        self.axes: dict[int, tuple[int, int]] = {}
+        self.row_numbers: dict[tuple[int, int], int] = {}
         self.row_index: set[int] = set()
         self.storages: dict[int, set[int]] = {}
         self.alive: list[Tensor] = []
@@ -118,6 +64,7 @@ class Propagation:
         self.inputs = 0
         self.count = 0
         self.plain = True
+        self.varies = False
         self.blocked: str | None = None
         self.reduction: Reduction | None = None
 
@@ -128,8 +75,14 @@ class Propagation:
         if rows:
             self.row_index.add(id(a))
 
-    def fresh(self, a: Tensor, b: Tensor, layout: Layout | None) -> None:
+    def fresh(
+        self, a: Tensor, b: Tensor, layout: Layout | None, axis: tuple[int, int] | None = None
+    ) -> None:
         """A new value, or a new version of one that was written."""
+        self.axes.pop(id(a), None)
+        if layout is not None and axis not in (None, (self.n, self.n2)):
+            assert axis is not None
+            self.axes[id(a)] = axis
         self.values[id(a)] = self.count
         self.count += 1
         self.alive += [a, b]
@@ -171,25 +124,40 @@ class Propagation:
             leaves2 = [x for x in tree_leaves(args2.get(name)) if isinstance(x, Tensor)]
             for x, y in zip(leaves, leaves2, strict=True):
                 if id(x) not in self.values:
-                    if tuple(x.shape) != tuple(y.shape):
-                        raise CannotExplode("a value from outside")
-                    raise CannotExplode("a constant from outside")
-                operands.append(
-                    Operand(
-                        name,
-                        tuple(x.shape),
-                        tuple(y.shape),
-                        self.layouts[id(x)],
-                        id(x) in self.row_index,
-                        x,
-                    )  # fmt: skip
-                )
+                    self.outside(x, y)
+                rows = id(x) in self.row_index
+                layout = self.layouts[id(x)]
+                operands.append(Operand(name, tuple(x.shape), tuple(y.shape), layout, rows, x))
+        n, n2 = self.common_axis(operands)
         namespace, _, name = schema.name.partition("::")
         base = name[:-1] if name.endswith("_") and namespace == "aten" else name
         return Op(
             base.removesuffix("_copy") if base != "_to_copy" else base, a.func, args, operands,
-            [tuple(x.shape) for x in a.outs], [tuple(x.shape) for x in b.outs], self.n, self.n2,
+            [tuple(x.shape) for x in a.outs], [tuple(x.shape) for x in b.outs], n, n2,
         )  # fmt: skip
+
+    def outside(self, x: Tensor, y: Tensor) -> None:
+        """A tensor made inside the call: right for any microbatch if it does not follow N."""
+        one, two = getattr(x, "constant", None), getattr(y, "constant", None)
+        if tuple(x.shape) != tuple(y.shape):
+            raise CannotExplode("a value from outside")
+        if one is None or two is None or not torch.equal(one, two):
+            raise CannotExplode("a constant from outside")
+        self.fresh(x, y, None)
+        self.blocked = "a constant from outside"
+
+    def common_axis(self, operands: list[Operand]) -> tuple[int, int]:
+        """The axis along which the operator is cut; operands of another are taken whole."""
+        main = (self.n, self.n2)
+        batched = [o for o in operands if o.layout is not None]
+        axes = [self.axes.get(id(o.tensor), main) for o in batched]
+        # An axis of the same size at both minibatch sizes tells nothing about what follows it.
+        usable = [axis for axis in axes if axis[0] != axis[1]]
+        chosen = max(usable, default=main)
+        for operand, axis in zip(batched, axes, strict=True):
+            if axis != chosen:
+                operand.layout = None
+        return chosen
 
     def judge(self, op: Op) -> Verdict | None:
         """The rule's verdict, with as many operands batched as it allows; None: run whole."""
@@ -202,19 +170,32 @@ class Propagation:
         if "index_put" in op.name:
             op.args["__lookup_shape"] = self.lookup_shape(op)
         kept = [operand.layout for operand in op.operands]
-        trials: list[list[int]] = [batched]
-        if len(batched) > 1:
-            by_bytes = sorted(batched, key=lambda k: -op.operands[k].tensor.nbytes)
-            trials += [[k] for k in by_bytes]
-        for trial in trials:
+        for trial in self.trials(op):
             for k, operand in enumerate(op.operands):
-                operand.layout = kept[k] if k in trial else None
+                operand.layout = trial.get(k)
             verdict = rule(op)
             if verdict is not None and self.holds(op, verdict):
                 return verdict
         for k, operand in enumerate(op.operands):
             operand.layout = kept[k]
         return None
+
+    def trials(self, op: Op) -> Iterator[dict[int, Layout | None]]:
+        """Which operands to cut: all that are batched, those that follow the minibatch too, one."""
+        batched = {k: op.operands[k].layout for k in op.batched}
+        yield batched
+        lent = {
+            k: layout
+            for k, operand in enumerate(op.operands)
+            if operand.layout is None
+            and (layout := scaled_layout(operand.shape, operand.shape2, op.n, op.n2))
+        }
+        if lent:
+            yield batched | lent
+        if len(batched) > 1 or lent:
+            single = batched | lent
+            for k in sorted(single, key=lambda k: (k in lent, -op.operands[k].tensor.nbytes)):
+                yield {k: single[k]}
 
     def lookup_shape(self, op: Op) -> tuple[int, ...]:
         from koila_rl.recording.trace import fakes
@@ -231,26 +212,20 @@ class Propagation:
             return True
         for k, use in verdict.uses.items():
             operand = op.operands[k]
-            if use.layout is not None and not self.follows(
-                operand.shape, operand.shape2, use.layout
+            if use.layout is not None and not _follows(
+                operand.shape, operand.shape2, use.layout, *verdict.axis or (op.n, op.n2)
             ):
                 return False
         if verdict.reduction is not None:
             return op.outs == op.outs2
+        axis = verdict.axis or (op.n, op.n2)
         for shape, shape2, layout in zip(op.outs, op.outs2, verdict.outs, strict=True):
             if layout is None:
                 if shape != shape2:
                     return False
-            elif not self.follows(shape, shape2, layout):
+            elif not _follows(shape, shape2, layout, *axis):
                 return False
         return not (verdict.outs and all(layout is None for layout in verdict.outs))
-
-    def follows(self, shape: tuple[int, ...], shape2: tuple[int, ...], layout: Layout) -> bool:
-        return (
-            layout.dim < len(shape)
-            and shape[layout.dim] == axis_size(layout, self.n)
-            and shape2[layout.dim] == axis_size(layout, self.n2)
-        )
 
     def decompose(self, a: OpRecord, b: OpRecord, instead: Callable[..., Any]) -> None:
         """Run other operators for this one; its results take the numbers of the old ones."""
@@ -268,6 +243,9 @@ class Propagation:
             self.alive += [old, other, x]
             self.values[id(old)] = self.values[id(x)]
             self.layouts[id(old)] = self.layouts[id(x)]
+            self.axes.pop(id(old), None)
+            if id(x) in self.axes:
+                self.axes[id(old)] = self.axes[id(x)]
 
     def emit(self, op: Op, a: OpRecord, b: OpRecord, verdict: Verdict | None) -> None:
         """Write the step of one operator and declare its results."""
@@ -277,16 +255,28 @@ class Propagation:
         ]
         kind = "global" if verdict is None else "reduce" if verdict.reduction else "split"
         layouts = self.out_layouts(op, verdict)
+        axis = (op.n, op.n2) if verdict is None or verdict.axis is None else verdict.axis
+        if verdict is None:
+            axis = (self.n, self.n2)
         operands = tuple(
             (self.values[id(operand.tensor)], use)
             for operand, use in zip(op.operands, uses, strict=True)
         )
         self.note_plain(op, uses, kind, verdict)
-        template = self.template(op, a, b)
+        first = layouts[0] if layouts and kind == "split" else None
+        template, numbers = template_of(op, a, b, first, kind == "global")
         func = self.written(a, layouts)
+        if verdict is not None and verdict.instead is not None:
+            func = verdict.instead
+            operands = (*operands, (self.numbered(axis), Use(Layout(0))))
+            template = ((Ref(len(operands) - 1), *template[0]), template[1])
+            self.plain = False
+        if numbers or axis != (self.n, self.n2):
+            # A number that depends on the minibatch size is right as it is at full size.
+            self.plain, self.varies = False, True
         outs = a.outs
         for x, y, layout in zip(outs, b.outs, layouts, strict=True):
-            self.fresh(x, y, layout)
+            self.fresh(x, y, layout, axis)
         self.note_rows(op, outs, kind)
         self.steps.append(
             Step(
@@ -296,12 +286,31 @@ class Propagation:
                 requires_grad=tuple(x.requires_grad for x in outs),
                 metas=tuple((tuple(x.shape), x.dtype, x.device) for x in outs), name=op.name,
                 reduction=None if verdict is None else verdict.reduction,
-                random=torch.Tag.nondeterministic_seeded in a.func.tags, autocast=False,
+                random=torch.Tag.nondeterministic_seeded in a.func.tags,
+                n=None if axis == (self.n, self.n2) else axis[0], autocast=False,
                 bytes_per_sample=sum(x.nbytes for x in outs) // max(self.n, 1),
                 ops=((op.name, tuple(range(len(operands))),
                       tuple(range(len(operands), len(operands) + len(outs)))),),
             )
         )  # fmt: skip
+
+    def numbered(self, axis: tuple[int, int]) -> int:
+        """The value number of ``arange(axis)``, which steps that need their row numbers take."""
+        known = self.row_numbers.get(axis)
+        if known is not None:
+            return known
+        number = self.row_numbers[axis] = self.count
+        self.count += 1
+        size: Any = axis[0] if axis != (self.n, self.n2) else batch_shape(self.n)
+        meta = ((axis[0],), torch.int64, torch.device("cpu"))
+        self.steps.append(
+            Step(
+                kind="global", func=torch.arange, template=((size,), {}), operands=(),
+                outputs=(number,), paths=((),), layouts=(Layout(0),), requires_grad=(False,),
+                metas=(meta,), name="arange", autocast=False,
+            )
+        )  # fmt: skip
+        return number
 
     def written(self, a: OpRecord, layouts: list[Layout | None]) -> Any:
         """The operator to replay: for one that writes, the form that returns the result."""
@@ -342,7 +351,7 @@ class Propagation:
             if number < self.inputs:
                 if self.input_uses.setdefault(number, use) != use:
                     self.plain = False
-            elif use.row_index or use.layout != operand.layout:
+            elif use.row_index or use.layout != self.layouts[id(operand.tensor)]:
                 self.plain = False
 
     def note_rows(self, op: Op, outs: list[Tensor], kind: str) -> None:
@@ -368,42 +377,12 @@ class Propagation:
             return [None] * len(op.outs)
         return list(verdict.outs)
 
-    def template(self, op: Op, a: OpRecord, b: OpRecord) -> tuple[Any, Any]:
-        """Arguments with holes; shape integers that follow the minibatch become sizes."""
-        schema = {argument.name: argument for argument in a.func._schema.arguments}
-        positional = list(schema)
-        counter = iter(range(len(op.operands)))
 
-        def convert(x: Any, y: Any, shape: bool) -> Any:
-            if isinstance(x, Tensor):
-                return Ref(next(counter))
-            if isinstance(x, list | tuple):
-                if not isinstance(y, list | tuple) or len(x) != len(y):
-                    raise CannotExplode("arguments of another form")
-                return type(x)(convert(i, j, shape) for i, j in zip(x, y, strict=True))
-            if isinstance(x, int | float) and not isinstance(x, bool) and x != y:
-                if shape and isinstance(x, int) and isinstance(y, int):
-                    return self.size_of(x, y)
-                # A number that depends on the minibatch size: right as it is at full size.
-                self.plain = False
-            return x
-
-        def is_shape(name: str) -> bool:
-            kind = str(schema[name].type)
-            return "int" in kind.lower() or "arange" in op.name
-
-        args = tuple(
-            convert(x, y, is_shape(name))
-            for name, x, y in zip(positional, a.args, b.args, strict=False)
-        )
-        order = [name for name in positional if name in a.kwargs]
-        kwargs = {name: convert(a.kwargs[name], b.kwargs[name], is_shape(name)) for name in order}
-        return args, kwargs
-
-    def size_of(self, x: int, y: int) -> BatchInt:
-        """The size ``c * n + d`` that is x at n and y at n2."""
-        c, rest = divmod(y - x, self.n2 - self.n)
-        d = x - c * self.n
-        if rest:
-            raise CannotExplode(f"a size that is {x} and {y}")
-        return BatchInt(x, lambda n: c * n + d, f"({c}*n+{d})")
+def _follows(
+    shape: tuple[int, ...], shape2: tuple[int, ...], layout: Layout, n: int, n2: int
+) -> bool:
+    return (
+        layout.dim < len(shape)
+        and shape[layout.dim] == axis_size(layout, n)
+        and shape2[layout.dim] == axis_size(layout, n2)
+    )

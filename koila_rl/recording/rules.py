@@ -60,12 +60,18 @@ class Verdict:
 
     Exactly one of: ``outs`` (per sample: a layout for each output tensor), ``reduction``
     (summed away), ``decomposition`` (do this instead: a function of the same arguments).
+
+    With ``instead``, each microbatch runs ``instead(rows, *args, **kwargs)`` in place of the
+    operator, ``rows`` being the numbers of its rows. ``axis`` is the size of the results' batch
+    axis at both minibatch sizes where it is another than the minibatch's, as in ``x[1:]``.
     """
 
     outs: tuple[Layout | None, ...] = ()
     uses: dict[int, Use] = field(default_factory=dict)
     reduction: Reduction | None = None
     decomposition: Callable[..., Any] | None = None
+    instead: Callable[..., Any] | None = None
+    axis: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)

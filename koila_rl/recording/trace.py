@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from koila_rl.recording.private import FakeTensorMode, TorchDispatchMode
 
@@ -62,10 +62,31 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        before = self.keep_shape(args[0]) if torch.Tag.inplace_view in func.tags else None
         out = func(*args, **kwargs)
+        if before is not None:
+            args = (before, *args[1:])
         if func._schema.name not in _SILENT:
             self.records.append(OpRecord(func, args, kwargs, out))
         return out
+
+
+    def keep_shape(self, x: Tensor) -> Tensor | None:
+        """Before ``squeeze_`` and its like: earlier records go on with the shape as it was."""
+        if not any(x is out for record in self.records for out in record.outs):
+            return None
+        before = torch.ops.aten.alias.default(x)
+        if x.requires_grad:
+            before.requires_grad_()
+
+        def old(leaf: Any) -> Any:
+            return before if leaf is x else leaf
+
+        for record in self.records:
+            record.args, record.kwargs, record.out = tree_map(
+                old, (record.args, record.kwargs, record.out)
+            )
+        return before
 
 
 def trace(call: Callable[[], Any]) -> Trace:
