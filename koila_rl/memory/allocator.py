@@ -326,6 +326,6 @@ class AllocatorListener:
         except InsufficientMemoryError as error:
             raise torch.OutOfMemoryError(f"{name}: {error}") from None
 
-    def freed(self, key: int, nbytes: int) -> None:  # noqa: ARG002
+    def freed(self, key: int, nbytes: int) -> None:
         """Give the storage's block back to the cache."""
         self.allocator.free(key)

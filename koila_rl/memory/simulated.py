@@ -153,7 +153,7 @@ class SimulatedDevice:
         except InsufficientMemoryError:
             raise torch.OutOfMemoryError(self._message(nbytes, name)) from None
 
-    def freed(self, key: int, nbytes: int) -> None:  # noqa: ARG002
+    def freed(self, key: int, nbytes: int) -> None:
         """A storage died; called by the tracker."""
         if self.allocator is not None:
             self.allocator.free(key)

@@ -21,7 +21,7 @@ from koila_rl.memory.storages import (
 )
 from koila_rl.recording.private import TorchDispatchMode
 
-__all__ = ["LiveCall", "StorageListener", "StorageTracker"]
+__all__ = ["LiveCall", "StorageListener", "StorageTracker", "Workspaces"]
 
 
 class LiveCall(NamedTuple):
@@ -44,6 +44,18 @@ class StorageListener(Protocol):
 
 
 _UNKNOWN = "not made by an operator here"
+
+
+class Workspaces(Protocol):
+    """What operators take beyond what is seen of their results."""
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Bytes of scratch memory beyond the results while the call runs."""
+
+    def result_bytes(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
+    ) -> int:
+        """Bytes of a result that a fake kernel left empty."""
 
 
 class _Entry(weakref.ref[UntypedStorage]):
@@ -77,6 +89,8 @@ class StorageTracker(TorchDispatchMode):
         follow_fake: whether fake tensors count.
         note_unknown: add up, as ``unknown_bytes``, the storages that operators are given but
             that are not followed.
+        workspaces: what operators take beyond what fake tensors show; raises
+            ``allocator_peak_bytes`` above the peak.
         record_timeline: keep ``(live_bytes, operator)`` after each call that made a storage.
     """
 
@@ -88,6 +102,7 @@ class StorageTracker(TorchDispatchMode):
         *,
         follow_fake: bool = True,
         note_unknown: bool = False,
+        workspaces: Workspaces | None = None,
         record_timeline: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,6 +110,8 @@ class StorageTracker(TorchDispatchMode):
         """Bytes of the storages counted and alive now."""
         self.peak_bytes = 0
         """Largest ``live_bytes`` since entry or :meth:`reset_peak`."""
+        self.allocator_peak_bytes = 0
+        """The same with the scratch memory of each call while it runs."""
         self.unknown_bytes = 0
         """With ``note_unknown``: the most bytes seen at once that existed at entry, or that no
         operator made."""
@@ -104,6 +121,7 @@ class StorageTracker(TorchDispatchMode):
         self._listener = listener
         self._follow_fake = follow_fake
         self._note_unknown = note_unknown
+        self._workspaces = workspaces
         self._unknown_live = 0
         self._record_timeline = record_timeline
         self._entries: dict[int, _Entry] = {}
@@ -146,6 +164,7 @@ class StorageTracker(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Begin a new peak at what is live now."""
+        self.allocator_peak_bytes = 0
         self._take_peak()
 
     def peak_calls(self) -> tuple[LiveCall, ...]:
@@ -218,7 +237,7 @@ class StorageTracker(TorchDispatchMode):
             tensors = tensors_in(*out)
         else:
             tensors = ()
-        for tensor in tensors:
+        for index, tensor in enumerate(tensors):
             storage = storage_of(tensor)
             if (
                 storage is not None
@@ -226,9 +245,15 @@ class StorageTracker(TorchDispatchMode):
                 and self._takes_memory(tensor, storage)
                 and is_fresh(storage, func, args, kwargs)
             ):
-                self._follow(storage, func)
+                nbytes = storage.nbytes()
+                if nbytes == 0 and self._workspaces is not None:
+                    nbytes = self._workspaces.result_bytes(func, args, kwargs, index)
+                self._follow(storage, func, nbytes=nbytes)
         if before is not None:
             self._see_resizes(func, args, kwargs, before)
+        if self._workspaces is not None:
+            needed = self.live_bytes + self._workspaces.of(func, args, kwargs)
+            self.allocator_peak_bytes = max(self.allocator_peak_bytes, needed)
 
     def _see_resizes(
         self,
@@ -277,7 +302,13 @@ class StorageTracker(TorchDispatchMode):
         # A fake tensor's storage is on meta, but the tensor says which device it stands for.
         return self._follow_fake and tensor.device.type != "meta"
 
-    def _follow(self, storage: UntypedStorage, maker: object, unbilled: int = 0) -> None:
+    def _follow(
+        self,
+        storage: UntypedStorage,
+        maker: object,
+        unbilled: int = 0,
+        nbytes: int | None = None,
+    ) -> None:
         raw = storage.nbytes()
         entry = _Entry(storage, self._on_death)
         entry.key = id(storage)
@@ -288,7 +319,7 @@ class StorageTracker(TorchDispatchMode):
         entry.birth = self._clock
         self._entries[entry.key] = entry
         try:
-            self._bill(entry, max(0, round_to_block(raw) - unbilled))
+            self._bill(entry, max(0, round_to_block(raw if nbytes is None else nbytes) - unbilled))
         except BaseException:
             self._entries.pop(entry.key, None)
             raise
@@ -328,6 +359,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _take_peak(self) -> None:
         self.peak_bytes = self.live_bytes
+        self.allocator_peak_bytes = max(self.allocator_peak_bytes, self.live_bytes)
         self._peak_clock = self._clock
         self._dead_since_peak.clear()
 
