@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/buffers.py [--case CASE] [--repeats N]
 
 One process, one thread, medians; every library delivers the rows as tensors. A library that is
-not installed is left out. `--case scale` feeds one PPO minibatch of 3.2 GB from a memory map.
+not installed is left out.
 """
 
 from __future__ import annotations

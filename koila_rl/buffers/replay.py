@@ -14,7 +14,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from koila_rl.buffers import persistence
-from koila_rl.buffers.allocation import human
 from koila_rl.buffers.columns import (
     Leaf,
     Options,
@@ -31,6 +30,7 @@ from koila_rl.buffers.storage import Index, Place, Storage
 from koila_rl.buffers.transforms import Transform, by_key, transform_of
 from koila_rl.buffers.tree import Columns, Key, flatten, name, nest
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
+from koila_rl.memory.budget import format_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -253,7 +253,7 @@ class ReplayBuffer:
             f"  {name(key)}: {shape} {str(dtype).removeprefix('torch.')}"
             for key, shape, dtype in self._columns.leaves
         ]
-        return "\n".join([f"{head}, {human(self.nbytes)}", *lines]) + ")"
+        return "\n".join([f"{head}, {format_bytes(self.nbytes)}", *lines]) + ")"
 
     def save(self, path: Path | str) -> None:
         """Write the buffer to a folder; an earlier save there stays whole until this one is."""

@@ -11,12 +11,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from koila_rl.buffers.allocation import human
 from koila_rl.buffers.rows import ColumnRows, StoredSource, minibatch
 from koila_rl.buffers.storage import Index, Place, Storage, Stored
 from koila_rl.buffers.transforms import Transform, by_key, transform_of
 from koila_rl.buffers.tree import Columns, Key, flatten, name, nest
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
+from koila_rl.memory.budget import format_bytes
 
 __all__ = ["RolloutBuffer"]
 
@@ -124,6 +124,10 @@ class RolloutBuffer:
         for key, value in values.items():
             self._columns[key].put(self._filled * self.n_envs, value)
         self._filled += 1
+
+    def release(self) -> None:
+        """Let the pages of mapped files go from memory; they are read again when needed."""
+        self._storage.release()
 
     def clear(self) -> None:
         """Forget the steps and keep the memory; columns put in by the caller are dropped.
@@ -273,7 +277,7 @@ class RolloutBuffer:
             f"  {name(key)}: {tuple(column.shape)} {str(column.dtype).removeprefix('torch.')}"
             for key, column in flatten(self._data).items()
         ]
-        return "\n".join([f"{head}, {human(self.nbytes)}", *lines]) + ")"
+        return "\n".join([f"{head}, {format_bytes(self.nbytes)}", *lines]) + ")"
 
 
 def _names(columns: Mapping[Key, object]) -> list[str]:

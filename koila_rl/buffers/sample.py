@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from koila_rl.buffers.allocation import human
 from koila_rl.buffers.delivery import worker_is_done
 from koila_rl.buffers.ring import Ring
 from koila_rl.buffers.storage import Index
 from koila_rl.buffers.tree import Key
 from koila_rl.buffers.views import Drawn, View, windows
 from koila_rl.errors import StaleValueError
+from koila_rl.memory.budget import format_bytes
 
 __all__ = ["Kept", "Sample", "SampleSource"]
 
@@ -42,8 +42,9 @@ class Kept:
         self._parts.clear()
         self.stale = (
             f"{len(positions)} of this minibatch's {total} rows were overwritten before it ran; "
-            f"keeping them would take {human(self.bytes)} of the {human(self._limit)} allowed; run "
-            "backward before storing more, or take a larger capacity or save_limit"
+            f"keeping them would take {format_bytes(self.bytes)} of the "
+            f"{format_bytes(self._limit)} allowed; run backward before storing more, or take a "
+            "larger capacity or save_limit"
         )
 
     def patch(self, key: Any, rows: Tensor, low: int, high: int) -> None:

@@ -45,7 +45,7 @@ class Sequential:
     def __init__(self) -> None:
         self._next = 0
 
-    def draw(self, n: int, size: int, generator: np.random.Generator) -> Index:  # noqa: ARG002
+    def draw(self, n: int, size: int, generator: np.random.Generator) -> Index:
         """The next positions, ending with the newest."""
         if self._next >= n:
             self._next = 0
@@ -95,7 +95,7 @@ class Subset:
         chosen = self._inner.draw(len(self._positions), size, generator)
         return self._positions[chosen]
 
-    def epoch_size(self, n: int) -> int:  # noqa: ARG002
+    def epoch_size(self, n: int) -> int:
         """The positions given."""
         return len(self._positions)
 

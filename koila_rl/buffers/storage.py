@@ -7,6 +7,8 @@ indexed torch call.
 
 from __future__ import annotations
 
+import functools
+import math
 import mmap
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -20,7 +22,7 @@ from koila_rl.buffers.allocation import check_allocation
 from koila_rl.buffers.mapping import MappedFile, MappedFolder
 from koila_rl.errors import ConfigurationError
 
-__all__ = ["Flags", "Index", "Place", "Storage", "Stored", "to_numpy"]
+__all__ = ["Flags", "Index", "Place", "Storage", "Stored", "take", "to_numpy"]
 
 Place: TypeAlias = Literal["ram", "pinned", "device", "memmap"] | Path
 Index: TypeAlias = "npt.NDArray[np.int64]"
@@ -45,6 +47,7 @@ _KNOWN_TO_NUMPY = {
     torch.complex64,
     torch.complex128,
 }
+_SEEN_FROM = 4096
 # Pages read from a file count as resident; they are let go after this many gathered bytes.
 _RELEASE_AFTER = 32 * 2**20
 
@@ -56,6 +59,23 @@ def to_numpy(value: Tensor) -> AnyArray:
     if value.dtype not in _KNOWN_TO_NUMPY:
         value = value.contiguous().view(_CARRIERS[value.element_size()])
     return (value if value.device.type == "cpu" else value.cpu()).numpy()
+
+
+def take(array: AnyArray, index: Index, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows ``index`` of an array as a new tensor, of ``dtype`` where NumPy only carries it."""
+    size = array.itemsize * index.size * math.prod(array.shape[1:])
+    if size < _SEEN_FROM:
+        taken = torch.from_numpy(array.take(index, axis=0))
+    else:
+        # Memory that torch allocates is what a simulated device and the planner's checks see.
+        taken = torch.empty((*index.shape, *array.shape[1:]), dtype=_torch_dtype(array.dtype))
+        array.take(index, axis=0, out=taken.numpy(), mode="clip")
+    return taken if dtype is None else taken.view(dtype)
+
+
+@functools.cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 class Stored:
@@ -72,20 +92,14 @@ class Stored:
         self.carried = tensor.dtype not in _KNOWN_TO_NUMPY
         self.row_bytes = tensor.element_size() * tensor.shape[1:].numel()
 
-    def take(self, index: Index, out: Tensor | None = None) -> Tensor:
-        """Rows ``index`` as a new tensor on the column's device, or in ``out`` (host only)."""
+    def take(self, index: Index) -> Tensor:
+        """Rows ``index`` as a new tensor on the column's device."""
         size = self.row_bytes * index.size
         self._storage.bytes_read += size
         if self.array is None:
             rows = torch.from_numpy(index).to(self.tensor.device)
             return self.tensor.index_select(0, rows)
-        if out is not None:
-            self.array.take(index, axis=0, out=to_numpy(out), mode="clip")
-            taken = out
-        else:
-            taken = torch.from_numpy(self.array.take(index, axis=0))
-            if self.carried:
-                taken = taken.view(self.tensor.dtype)
+        taken = take(self.array, index, self.tensor.dtype if self.carried else None)
         if self._mapping is not None:
             self._taken += size
             if self._taken > _RELEASE_AFTER:

@@ -27,13 +27,14 @@ from torch import Tensor
 from koila_rl.buffers.delivery import worker_is_done
 from koila_rl.buffers.rows import ColumnRows
 from koila_rl.buffers.sample import Kept
+from koila_rl.buffers.storage import take
 from koila_rl.errors import ConfigurationError
 from koila_rl.wrapping import lazy, lazy_rows
 
 __all__ = ["wrap_sb3"]
 
 Array: TypeAlias = "npt.NDArray[Any]"
-Gather: TypeAlias = Callable[[Array], Array]
+Gather: TypeAlias = Callable[[Array], Tensor]
 
 # Bytes one minibatch may keep of rows that are overwritten before it runs.
 _SAVE_LIMIT = 256 * 2**20
@@ -90,7 +91,7 @@ class _LazyRollout:
             "returns": buffer.returns,
         }
         columns = {key: drawn.column(key, array.reshape(-1)) for key, array in flat.items()}
-        actions = drawn.column("actions", buffer.actions, lambda rows: rows.astype(np.float32))
+        actions = drawn.column("actions", buffer.actions, torch.float32)
         observations = _observations(drawn, "observations", buffer.observations)
         kind: Any = DictRolloutBufferSamples if isinstance(observations, dict) else (
             RolloutBufferSamples
@@ -162,7 +163,8 @@ class _LazyReplay:
             actions=drawn.column("actions", joined(buffer.actions)),
             next_observations=following,
             dones=drawn.gathered(
-                "dones", lambda at: (dones[at] * (1 - timeouts[at])).reshape(-1, 1)
+                "dones",
+                lambda at: torch.from_numpy((dones[at] * (1 - timeouts[at])).reshape(-1, 1)),
             ),
             rewards=drawn.column("rewards", joined(buffer.rewards).reshape(-1, 1)),
         )
@@ -178,14 +180,14 @@ class _Drawn:
         self._gone = np.zeros(len(index), dtype=bool)
         self._kept = Kept(_SAVE_LIMIT)
 
-    def column(
-        self, key: str, array: Array, change: Callable[[Array], Array] | None = None
-    ) -> Tensor:
-        """The rows of ``array`` at the indices."""
-        if change is None:
-            return self.gathered(key, lambda at: array.take(at, axis=0))
-        made = change
-        return self.gathered(key, lambda at: made(array.take(at, axis=0)))
+    def column(self, key: str, array: Array, dtype: torch.dtype | None = None) -> Tensor:
+        """The rows of ``array`` at the indices, cast where ``dtype`` is given."""
+
+        def gather(at: Array) -> Tensor:
+            rows = take(array, at)
+            return rows if dtype is None else rows.to(dtype)
+
+        return self.gathered(key, gather)
 
     def gathered(self, key: str, gather: Gather) -> Tensor:
         """A lazy tensor of what ``gather`` makes of the indices."""
@@ -194,7 +196,7 @@ class _Drawn:
 
     def gather(self, key: str, start: int, stop: int) -> Tensor:
         """Rows ``start:stop`` of a column, as they were when the minibatch was drawn."""
-        rows = torch.from_numpy(self._gathers[key](self.index[start:stop]))
+        rows = self._gathers[key](self.index[start:stop])
         self._kept.patch(key, rows, start, min(stop, len(self.index)))
         return rows
 
@@ -213,7 +215,7 @@ class _Drawn:
         self._kept.check()
 
     def _all(self, at: Array) -> dict[Any, Tensor]:
-        return {key: torch.from_numpy(gather(at)) for key, gather in self._gathers.items()}
+        return {key: gather(at) for key, gather in self._gathers.items()}
 
 
 class _Source:
@@ -245,7 +247,7 @@ def _observations(
         if shift is None:
             return drawn.column(key, array)
         moved = shift
-        return drawn.gathered(key, lambda at: array.take(moved(at), axis=0))
+        return drawn.gathered(key, lambda at: take(array, moved(at)))
 
     if isinstance(arrays, dict):
         return {key: column(f"{label}/{key}", array) for key, array in arrays.items()}
