@@ -8,7 +8,6 @@ settles it, by trying.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from koila_rl.recording.attempts import Attempt, attempts
 from koila_rl.recording.backward import backward_splits
 from koila_rl.recording.layouts import Layout, scaled_layout
 from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths_of
 from koila_rl.recording.rules import WHOLE, Use
 from koila_rl.recording.sizes import BatchInt
-from koila_rl.recording.template import fill, holes, integers, replace_integers
+from koila_rl.recording.template import fill, holes
 from koila_rl.recording.trace import LOCK, OpRecord, Trace, copied, fake_like, quiet_fakes, trace
 from koila_rl.recording.values import Meta, intern, scaled, second_size
 
@@ -64,14 +64,6 @@ class CallInfo:
     def effect(self) -> bool:
         """Whether the call writes to tensors outside the program."""
         return hasattr(self.func, "whole")
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One reading of the call: which literals and captured dimensions follow the minibatch."""
-
-    template: tuple[Any, Any]
-    metas: list[Meta]
 
 
 def describe_function(func: Any) -> str:
@@ -261,57 +253,6 @@ def _operators(first: _Traced, metas: list[Meta]) -> tuple[Any, ...]:
     return tuple(ops)
 
 
-def _attempts(template: Any, metas: list[Meta], n: int) -> Iterator[Attempt]:
-    """Readings in order of likelihood: nothing else follows the minibatch, then something."""
-    literals = [k for k, x in enumerate(integers(template)) if x > 1 and x % n == 0]
-    foreign = [
-        (k, dim)
-        for k, meta in enumerate(metas)
-        if meta.shape == meta.shape2
-        for dim, size in enumerate(meta.shape)
-        if size and size % n == 0
-    ]
-    firsts: dict[int, int] = {}
-    for k, dim in foreign:
-        firsts.setdefault(k, dim)
-    dim_choices: list[dict[int, int]] = [{}]
-    if firsts:
-        dim_choices += [firsts] if len(firsts) > 1 else []
-        dim_choices += [{k: dim} for k, dim in foreign]
-    literal_choices: list[tuple[int, ...]] = [()]
-    for count in range(1, min(len(literals), 3) + 1):
-        literal_choices += list(itertools.combinations(literals, count))
-    pairs = sorted(
-        itertools.product(range(len(literal_choices)), range(len(dim_choices))), key=sum
-    )
-    for which, dims in pairs[:24]:
-        yield _reading(template, metas, literal_choices[which], dim_choices[dims], n)
-
-
-def _reading(
-    template: Any, metas: list[Meta], literals: tuple[int, ...], dims: dict[int, int], n: int
-) -> Attempt:
-    counter = itertools.count()
-
-    def change(x: int) -> int:
-        if next(counter) not in literals:
-            return x
-        c = x // n
-        return BatchInt(x, lambda size: c * size, f"({c}*n)")
-
-    changed = replace_integers(template, change) if literals else template
-    scaled_metas = list(metas)
-    for k, dim in dims.items():
-        meta = metas[k]
-        size = meta.shape[dim] // n * second_size(n)
-        shape2, stride2 = scaled(meta.shape, meta.stride, dim, size)
-        scaled_metas[k] = Meta(
-            meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad,
-            Layout(dim, 1, meta.shape[dim] // n), meta.n, shape2, stride2, meta.row_index,
-        )  # fmt: skip
-    return Attempt(changed, scaled_metas)
-
-
 def _best(
     info: CallInfo, first: _Traced, template: Any, metas: list[Meta], consts: list[Any]
 ) -> CallInfo:
@@ -319,7 +260,7 @@ def _best(
     fallback: CallInfo | None = None
     if getattr(info.func, "mixes", False):
         return _whole_minibatch(info, first, metas)
-    for attempt in _attempts(template, metas, info.n):
+    for attempt in attempts(template, metas, info.n):
         found = _try(info, first, attempt, consts)
         if found is None:
             continue

@@ -46,6 +46,8 @@ def _reduction_of(op: Op) -> Reduction | None:
         return _combiner(torch.amax if name == "max" else torch.amin, op)
     if name in ("norm", "linalg_vector_norm", "_foreach_norm"):
         order = op["ord"] if name == "linalg_vector_norm" else op["p"]
+        if order == 0:
+            return Reduction("sum")  # counts
         return _combiner(torch.linalg.vector_norm, op, ord=2 if order is None else order)
     return None
 
@@ -72,12 +74,31 @@ def _reduce(op: Op) -> Verdict | None:
         return split(op, *[layout.at(dim)] * len(op.outs))
     if op.name in ("max", "min") and op["dim"] is not None:
         return _extreme_with_index(op)
+    if op.name in ("norm", "linalg_vector_norm"):
+        order = op["ord"] if op.name == "linalg_vector_norm" else op["p"]
+        if order is None or 0 < order < float("inf"):
+            power = 2.0 if order is None else float(order)
+            keep = bool(op["keepdim"])
+            return Verdict(
+                decomposition=lambda x, *_, dtype=None, **__: _norm(x, power, dims, keep, dtype)
+            )
     reduction = _reduction_of(op)
     if reduction is None:
         return None
-    if op.name in ("any", "all", "prod") and len(dims) > 1 and op.name == "prod":
-        pass
     return Verdict(reduction=reduction, uses={0: Use(layout)})
+
+
+def _norm(x: Tensor, power: float, dims: list[int], keep: bool, dtype: Any) -> Tensor:
+    """A sum of powers and its root; where all is zero the gradient is zero, as PyTorch's."""
+    low = x.dtype in (torch.float16, torch.bfloat16)
+    result = dtype or x.dtype
+    size = (x.float() if low and dtype is None else x.to(result)).abs()
+    zero = size == 0
+    terms = size * size if power == 2 else torch.where(zero, 1, size).pow(power)
+    total = torch.where(zero, 0, terms).sum(dims, keepdim=keep)
+    none = total == 0
+    root = torch.where(none, 0, torch.where(none, 1, total).pow(1 / power))
+    return root if dtype else root.to(torch.empty((), dtype=x.dtype).abs().dtype)
 
 
 def _extreme_with_index(op: Op) -> Verdict | None:
