@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from koila_rl import session
+from koila_rl.recording.private import FakeTensor
 from koila_rl.recording.recorder import record
 from koila_rl.recording.tensor import LazyTensor
 from koila_rl.recording.values import Call, Node, Source, meta_of
@@ -41,8 +42,8 @@ class Pending:
             local.live = [ref for ref in local.live if ref() is not None]
             local.limit = max(256, 2 * len(local.live))
 
-    def live_nodes(self) -> list[Node]:
-        """Nodes of recorded results that somebody still holds and that have no value yet."""
+    def live(self) -> session.Live:
+        """Recorded results that somebody still holds and that have no value yet."""
         local = self._local
         found: dict[int, Node] = {}
         kept = []
@@ -56,7 +57,8 @@ class Pending:
                 if node.value is None:
                     found[id(node)] = node
         local.live = kept
-        return list(found.values())
+        checks = [(node, message) for ref, message in local.checks if (node := ref()) is not None]
+        return session.Live(list(found.values()), [*local.fresh, *checks])
 
     def value(self, node: Node) -> Tensor:
         """The value of the whole minibatch, without a graph; computed once."""
@@ -66,7 +68,7 @@ class Pending:
             elif isinstance(node.call, Source):
                 node.value = session.source_tensor(node).detach()
             else:
-                session.run_values(node, self.live_nodes())
+                session.run_values(node, self.live())
         assert node.value is not None
         return node.value
 
@@ -75,7 +77,7 @@ class Pending:
         if node.attached is None:
             if isinstance(node.call, Source):
                 return session.source_tensor(node)
-            session.run_graph([node], self.live_nodes())
+            session.run_graph([node], self.live())
         assert node.attached is not None
         return node.attached
 
@@ -94,8 +96,32 @@ class Pending:
             many = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             inputs = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in many]
         if node.attached is None and isinstance(node.call, Call):
-            session.run_backward(node, gradient, create_graph, self.live_nodes())
+            session.run_backward(node, gradient, create_graph, self.live())
         self.attached(node).backward(gradient, retain_graph, create_graph, inputs=inputs)
+
+    def backward_many(
+        self,
+        roots: Sequence[Tensor],
+        grads: Sequence[Tensor | None] | None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """``torch.autograd.backward`` of several values, recorded or real."""
+        if len(roots) == 1 and isinstance(roots[0], LazyTensor):
+            gradient = grads[0] if grads is not None else None
+            self.backward(roots[0]._node, gradient, retain_graph, create_graph, inputs)
+            return
+        pending = [x._node for x in roots
+                   if isinstance(x, LazyTensor) and x._node.attached is None
+                   and isinstance(x._node.call, Call)]  # fmt: skip
+        if pending:
+            session.run_graph(pending, self.live(), whole=create_graph)
+        real = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in roots]
+        if grads is not None:
+            grads = [self.attached(g._node) if isinstance(g, LazyTensor) else g for g in grads]
+        torch.autograd.backward(real, grads, retain_graph, create_graph, inputs=inputs)
 
     def gradients(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any) -> Any:
         """``torch.autograd.grad`` with recorded outputs or inputs."""
@@ -104,7 +130,7 @@ class Pending:
                    and isinstance(x._node.call, Call)]  # fmt: skip
         if pending:
             inner = [x for x in inputs if isinstance(x, LazyTensor) and x._node in pending]
-            session.run_graph(pending, [], whole=bool(options.get("create_graph")), cuts=inner)
+            session.run_graph(pending, session.Live(), whole=bool(options.get("create_graph")), cuts=inner)
         real = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in outputs]
         leaves = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in inputs]
         rest = {k: v for k, v in options.items() if k not in ("outputs", "inputs")}
@@ -186,11 +212,12 @@ class HookHandle:
 def attach_hook(x: Tensor, holder: HookHandle) -> Tensor:
     """The same value with a hook on its gradient; needs the whole minibatch."""
     y = x.view_as(x)
-    if y.requires_grad:
+    if y.requires_grad and not isinstance(y, FakeTensor):
         y.register_hook(holder)
     return y
 
 
 attach_hook.mixes = True  # type: ignore[attr-defined]
+attach_hook.cheap = True  # type: ignore[attr-defined]
 
 PENDING = Pending()

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +21,20 @@ from koila_rl.memory.plan import Plan
 from koila_rl.recording.clock import stepped_since
 from koila_rl.recording.values import Captured, Node, Source
 
-__all__ = ["last_plan", "note_eager", "plan", "run_backward", "run_graph", "run_values", "source_tensor"]
+__all__ = ["Live", "last_plan", "note_eager", "plan", "run_backward", "run_graph", "run_values", "source_tensor"]
+
+Check = tuple[Node, str]
 
 # Values that somebody still holds are computed along, up to this size a sample.
 SMALL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Recorded values that somebody holds, and validations that have not been made."""
+
+    nodes: Sequence[Node] = ()
+    checks: Sequence[Check] = ()
 
 
 class _Local(threading.local):
@@ -62,12 +73,16 @@ def source_tensor(node: Node) -> Tensor:
     return source.data
 
 
-def _checks(roots: Iterable[Node]) -> list[tuple[Node, str]]:
-    found: dict[int, tuple[Node, str]] = {}
-    for call in calls_behind(roots):
-        for node, message in call.checks:
-            if node.value is None:
-                found[id(node)] = (node, message)
+def _checks(roots: Sequence[Node], open_checks: Sequence[Check]) -> list[Check]:
+    """The validations that belong to the roots' program and have not been made."""
+    calls = calls_behind(roots)
+    known = {id(call) for call in calls}
+    found: dict[int, Check] = {}
+    for check in (*open_checks, *(check for call in calls for check in call.checks)):
+        node = check[0]
+        if node.value is None and id(node) not in found:
+            if any(id(call) in known for call in calls_behind([node])):
+                found[id(node)] = check
     return list(found.values())
 
 
@@ -159,7 +174,22 @@ def _settle(node: Node, result: Tensor, attached: bool) -> None:
         node.attached = result
 
 
-def _verify_checks(checks: Sequence[tuple[Node, str]]) -> None:
+@contextmanager
+def _checks_first(checks: Sequence[Check]) -> Iterator[None]:
+    """A validation that fails explains an error better than the call it was to prevent."""
+    try:
+        yield
+    except Exception:
+        for node, message in checks:
+            if node.value is None:
+                run_values(node, Live())
+            assert node.value is not None
+            if not bool(node.value.all()):
+                raise ValueError(message) from None
+        raise
+
+
+def _verify_checks(checks: Sequence[Check]) -> None:
     for node, message in checks:
         assert node.value is not None
         if not bool(node.value.all()):
@@ -169,24 +199,19 @@ def _verify_checks(checks: Sequence[tuple[Node, str]]) -> None:
 def _note(plan: Plan) -> None:
     if _local.eager:
         names = tuple(dict.fromkeys((*plan.unsplit, *_local.eager)))
-        plan = _with_unsplit(plan, names)
+        plan = replace(plan, unsplit=names)
         _local.eager = []
     _local.plan = plan
     if plan.unsplit_details and plan.split:
-        _warn(plan.unsplit, "; ".join(str(detail) for detail in plan.unsplit_details))
-
-
-def _with_unsplit(plan: Plan, names: tuple[str, ...]) -> Plan:
-    from dataclasses import replace
-
-    return replace(plan, unsplit=names)
+        key = tuple(f"{detail.name}@{detail.where}" for detail in plan.unsplit_details)
+        _warn(key, "; ".join(str(detail) for detail in plan.unsplit_details))
 
 
 def _gather(
-    roots: list[Node], live: Sequence[Node], target: Node | None, purpose: str
-) -> tuple[Bound, Plan, list[tuple[Node, str]]]:
+    roots: list[Node], pending: Live, target: Node | None, purpose: str
+) -> tuple[Bound, Plan, list[Check]]:
     """Roots with their companions and validations as one program, and its plan."""
-    checks = _checks(roots)
+    live, checks = pending.nodes, _checks(roots, pending.checks)
     every = [*roots, *_companions(roots, live, small=True)]
     chosen = {id(node) for node in every}
     every += [node for node, _ in checks if id(node) not in chosen]
@@ -203,15 +228,17 @@ def _gather(
     return bound, plan, checks
 
 
-def run_values(node: Node, live: Sequence[Node]) -> None:
+def run_values(node: Node, live: Live) -> None:
     """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
     bound, plan, checks = _gather([node], live, None, "value")
     _note(plan)
     if not plan.split:
-        for root, result in zip(bound.roots, _run_whole(bound), strict=True):
+        with _checks_first(checks):
+            results = _run_whole(bound)
+        for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=True)
     else:
-        with _neutral():
+        with _checks_first(checks), _neutral():
             results = Execution(bound, plan.microbatch_size).run(grad=False)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=False)
@@ -219,16 +246,18 @@ def run_values(node: Node, live: Sequence[Node]) -> None:
 
 
 def run_graph(
-    nodes: Sequence[Node], live: Sequence[Node], whole: bool = False, cuts: Sequence[Any] = ()
+    nodes: Sequence[Node], live: Live, whole: bool = False, cuts: Sequence[Any] = ()
 ) -> None:
     """Compute values with graphs that reach the tensors they were made from."""
     bound, plan, checks = _gather(list(nodes), live, None, "graph")
     _note(plan)
     if not plan.split or whole or cuts:
-        for root, result in zip(bound.roots, _run_whole(bound), strict=True):
+        with _checks_first(checks):
+            results = _run_whole(bound)
+        for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=True)
     else:
-        with _neutral(), torch.enable_grad():
+        with _checks_first(checks), _neutral(), torch.enable_grad():
             results = Execution(bound, plan.microbatch_size, strict=False).run(grad=True)
         wanted = {id(node) for node in nodes}
         for root, result in zip(bound.roots, results, strict=True):
@@ -237,7 +266,7 @@ def run_graph(
 
 
 def run_backward(
-    node: Node, gradient: Tensor | None, create_graph: bool, live: Sequence[Node]
+    node: Node, gradient: Tensor | None, create_graph: bool, live: Live
 ) -> None:
     """Run the program of a loss for the backward that follows at once."""
     if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
@@ -245,14 +274,15 @@ def run_backward(
     bound, plan, checks = _gather([node], live, node, "backward")
     _note(plan)
     if not plan.split or create_graph:
-        results = _run_whole(bound)
+        with _checks_first(checks):
+            results = _run_whole(bound)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=True)
     else:
         seed = gradient
         if seed is None:
             seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
-        with _neutral(), torch.enable_grad():
+        with _checks_first(checks), _neutral(), torch.enable_grad():
             results = Execution(bound, plan.microbatch_size).run(grad=True, gradient=seed)
         # Values of the same graph get it too: it is used up by this backward, as in eager.
         shared = _differentiable_calls(node)

@@ -116,6 +116,8 @@ def schedule(
         if step.step.kind == "global" and number not in mixing:
             if any(values[v].source and values[v].layout is not None for v, _ in step.operands):
                 mixing.append(number)
+    # Steps that only hand a value through compute nothing on the whole minibatch.
+    mixing = [k for k in mixing if not getattr(steps[k].step.func, "cheap", False)]
     return Schedule(list(steps), values, joined, last, mixing)
 
 

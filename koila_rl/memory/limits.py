@@ -36,9 +36,10 @@ def current_limits() -> Limits:
 def _changed(base: Limits, **settings: Any) -> Limits:
     given = {name: value for name, value in settings.items() if value is not None}
     microbatch = given.get("microbatch")
-    if microbatch is not None and (isinstance(microbatch, bool) or microbatch < 1):
+    whole = isinstance(microbatch, int) and not isinstance(microbatch, bool)
+    if microbatch is not None and not (whole and microbatch >= 1):
         raise ConfigurationError(
-            f"microbatch must be at least 1 sample, got {microbatch!r}; leave it out to let the "
+            f"microbatch must be a whole number of samples, at least 1, got {microbatch!r}; leave it out to let the "
             "planner choose"
         )
     memory = given.get("memory")

@@ -136,6 +136,9 @@ class RecordedFunction:
 @handles(_attribute("grad_fn"))
 def _grad_fn(args: Args, kwargs: Kwargs) -> Any:
     node = args[0]._node
+    point = getattr(args[0], "_recorded_function", None)
+    if point is not None:
+        return point if node.meta.requires_grad else None
     if node.attached is not None:
         return node.attached.grad_fn
     if isinstance(node.call, Source):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch._C._autograd import (
@@ -21,7 +22,9 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "allocator_record",
+    "autograd_included",
     "compiled_allocations",
+    "differentiating",
     "dispatch_modes",
     "profiler_enabled",
 ]
@@ -63,3 +66,24 @@ def compiled_allocations() -> Iterator[tuple[ModuleType, str]]:
         if cache is not None:
             for module in cache.PyCodeCache.modules:
                 yield module, f"empty_strided_{device}"
+
+
+def autograd_included() -> Any:
+    """Context manager: autograd takes part again, inside a ``__torch_dispatch__``."""
+    core = torch._C
+    excluded = core._dispatch_tls_local_exclude_set()
+    for name in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(getattr(core.DispatchKey, name))
+    return core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded)
+
+
+_AUTOGRAD_KEYS = [name for name in ("AutogradFunctionality", "AutogradOther", "AutogradCPU",
+                                    "AutogradCUDA", "ADInplaceOrView")
+                  if hasattr(torch._C.DispatchKey, name)]  # fmt: skip
+
+
+def differentiating() -> bool:
+    """Whether a functorch transform that differentiates is active."""
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or []
+    return any(x.key() != functorch.TransformType.Vmap for x in stack)

@@ -23,7 +23,7 @@ def _contract(op: Op, a: int, b: int) -> Verdict | None:
     row, inner_a = ndim - 2, ndim - 1
     inner_b, column = (0, None) if lone else (ndim - 2, ndim - 1)
     la, lb = left.layout, right.layout
-    if la is not None and la.dim < row or lb is not None and ndim == 3 and lb.dim == 0:
+    if (la is not None and la.dim < row) or (lb is not None and ndim == 3 and lb.dim == 0):
         layout = la or lb
         assert layout is not None
         if any(other not in (None, layout) for other in (la, lb)):
@@ -278,7 +278,7 @@ def _recurrent(op: Op) -> Verdict | None:
         return Verdict(outs=(layout,) * len(op.outs), uses=uses)
     data = op.operands[0]
     layout = data.layout
-    if layout is None or op["batch_first"] and op.name == "_cudnn_rnn" and layout.dim == 1:
+    if layout is None or (op["batch_first"] and op.name == "_cudnn_rnn" and layout.dim == 1):
         return None
     if op.name == "_cudnn_rnn":
         return None
@@ -309,3 +309,13 @@ def _bilinear(op: Op) -> Verdict | None:
 
 def volume(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
+
+
+@register("linear")
+def _linear(op: Op) -> Verdict | None:
+    """Seen undivided in inference mode: rows of the input are independent."""
+    operand = op.operands[0]
+    layout = operand.layout
+    if layout is None or layout.dim == operand.ndim - 1 or not op.only(operand.name):
+        return None
+    return split(op, layout)

@@ -7,13 +7,16 @@ there. What a lazy tensor does when asked for a value is the business of its `Ru
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from koila_rl.recording.private import autograd_included, differentiating
 from koila_rl.recording.values import Node
 
 __all__ = ["HANDLERS", "LazyTensor", "Runtime", "untouched"]
@@ -24,6 +27,15 @@ HANDLERS: dict[Any, Handler] = {}
 untouched = torch._C.DisableTorchFunctionSubclass
 
 
+class _Transforms(threading.local):
+    """Whether ``torch.func.grad`` or its like is at work in this thread."""
+
+    differentiate = False
+
+
+_transforms = _Transforms()
+
+
 class Runtime(Protocol):
     """What a lazy tensor asks of the rest of the library."""
 
@@ -32,6 +44,8 @@ class Runtime(Protocol):
     def attached(self, node: Node) -> Tensor: ...
 
     def backward(self, node: Node, **options: Any) -> None: ...
+
+    def backward_many(self, roots: Any, grads: Any, *args: Any, **options: Any) -> None: ...
 
     def gradients(self, outputs: Any, inputs: Any, options: Any) -> Any: ...
 
@@ -99,6 +113,15 @@ class LazyTensor(Tensor):
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(args, kwargs or {})
+        if torch._C._are_functorch_transforms_active():
+            # Let the transform act first; its operators arrive in __torch_dispatch__.
+            before = _transforms.differentiate
+            _transforms.differentiate = before or differentiating()
+            try:
+                with untouched():
+                    return func(*args, **(kwargs or {}))
+            finally:
+                _transforms.differentiate = before
         from koila_rl.recording.recorder import record
 
         return record(func, args, kwargs or {})
@@ -109,7 +132,10 @@ class LazyTensor(Tensor):
     ) -> Any:
         from koila_rl.recording.recorder import record
 
-        return record(func, args, kwargs or {})
+        # Autograd is switched off down here; unless a transform differentiates by itself, the
+        # recorded call must know what it would do.
+        with nullcontext() if _transforms.differentiate else autograd_included():
+            return record(func, args, kwargs or {})
 
     def __len__(self) -> int:
         if not self._node.meta.shape:
