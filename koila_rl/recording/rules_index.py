@@ -20,6 +20,7 @@ from koila_rl.recording.rules import (
     register,
     split,
 )
+from koila_rl.recording.rules_rows import lookup, taken, written_rows
 from koila_rl.recording.rules_views import normal
 
 __all__: list[str] = []
@@ -37,9 +38,10 @@ def _gather(op: Op) -> Verdict | None:
     if layout is None:
         return None
     if layout.dim == dim:
+        if op.operands[0].layout is not None:
+            return lookup(op, "gather", dim) if op.name == "gather" else written_rows(op, dim)
         # Each looked-up element comes from the whole of ``self``.
-        lone = op.name == "gather" and op.only("index")
-        return split(op, layout) if lone and ndim == 1 else None
+        return split(op, layout) if op.name == "gather" and op.only("index") else None
     size = axis_size(layout, op.n)
     if any(operand.ndim and operand.shape[layout.dim] != size for operand in op.operands):
         return None
@@ -61,8 +63,11 @@ def _index_select(op: Op) -> Verdict | None:
     if len(layouts) != 1:
         return None
     (layout,) = layouts
-    if layout is None or layout.dim == dim:
+    if layout is None:
         return None
+    if layout.dim == dim:
+        lookup_only = op.name == "index_select"
+        return lookup(op, "index_select", dim) if lookup_only else written_rows(op, dim)
     size = axis_size(layout, op.n)
     uses = {}
     for k, operand in enumerate(op.operands):
@@ -76,6 +81,9 @@ def _index_select(op: Op) -> Verdict | None:
 @register("embedding")
 def _embedding(op: Op) -> Verdict | None:
     indices = op.operand("indices")
+    weight = op.operands[0].layout
+    if weight is not None and weight.dim == 0 and not op["scale_grad_by_freq"]:
+        return lookup(op, "embedding", 0)
     if indices is None or indices.layout is None or not op.only("indices"):
         return None
     return split(op, indices.layout)
@@ -89,6 +97,8 @@ def _embedding_bag(op: Op) -> Verdict | None:
 @register("take")
 def _take(op: Op) -> Verdict | None:
     index = op.operand("index")
+    if op.operands[0].layout is not None:
+        return taken(op)
     if index is None or index.layout is None or not op.only("index"):
         return None
     return split(op, index.layout)
@@ -127,6 +137,9 @@ def _index(op: Op) -> Verdict | None:
     if source.layout is not None:
         indexed = dict(numbers)
         if source.layout.dim in indexed:
+            if all(op.operands[k].layout is None for k in range(1, len(op.operands))):
+                if not op.operands[indexed[source.layout.dim]].row_index:
+                    return _indexed_by_whole(op, source.layout.dim)
             return _index_rows(op, numbers, indexed[source.layout.dim], start, width)
         if any(op.operands[k].layout is not None for k in which):
             return None
@@ -139,6 +152,13 @@ def _index(op: Op) -> Verdict | None:
         return None
     target, uses = aligned
     return Verdict(outs=(target.at(target.dim + start),), uses={0: Use(), **uses})
+
+
+def _indexed_by_whole(op: Op, dim: int) -> Verdict | None:
+    """Indices that have nothing to do with the batch pick samples, or are written to them."""
+    if op.name.strip("_").startswith(("index_put", "unsafe_index_put")):
+        return written_rows(op, dim)
+    return lookup(op, "index", dim)
 
 
 def _place_of_kept(layout: Layout, dims: list[int], start: int, width: int) -> Layout:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from koila_rl.recording.rules import Op, Reduction, Use, Verdict, axis_size, register, split
+from koila_rl.recording.rules_rows import lookup
 from koila_rl.recording.rules_views import dims_of, normal
 
 __all__: list[str] = []
@@ -198,7 +199,12 @@ def _fft(op: Op) -> Verdict | None:
 
 @register("trace")
 def _trace(op: Op) -> Verdict | None:
-    return None
+    layout = op.operands[0].layout
+    if layout is None or layout.factor != 1:
+        return None
+    if layout.dim == 1:
+        return Verdict(decomposition=lambda x: torch.trace(x.t()))
+    return lookup(op, "trace", 0)
 
 
 @register("dist")

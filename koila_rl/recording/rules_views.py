@@ -6,6 +6,15 @@ from typing import Any
 
 from koila_rl.recording.layouts import Layout, reshape_layout
 from koila_rl.recording.rules import Op, Use, Verdict, align, axis_size, register, split
+from koila_rl.recording.rules_rows import (
+    lookup,
+    moved_diagonal,
+    moved_flip,
+    moved_pad,
+    moved_roll,
+    moved_triangle,
+    moved_view,
+)
 
 __all__: list[str] = []
 
@@ -115,7 +124,7 @@ def _select(op: Op) -> Verdict | None:
     layout, ndim = first
     dim = normal(op["dim"], ndim)
     if dim == layout.dim:
-        return None
+        return lookup(op, "select", dim)
     return split(op, layout.at(layout.dim - (dim < layout.dim)))
 
 
@@ -124,15 +133,14 @@ def _slice(op: Op) -> Verdict | None:
     if (first := _first(op)) is None:
         return None
     layout, ndim = first
-    whole = op.outs[0] == op.operands[0].shape and op.outs2[0] == op.operands[0].shape2
-    if normal(op["dim"] or 0, ndim) == layout.dim and not (whole and (op["step"] or 1) == 1):
-        return _slice_inner(op, layout)
-    return split(op, layout)
-
-
-def _slice_inner(op: Op, layout: Layout) -> Verdict | None:
-    """``x[:, :N]`` of a cat of batches takes one of them; anything else mixes."""
-    return None
+    dim = normal(op["dim"] or 0, ndim)
+    if dim != layout.dim:
+        return split(op, layout)
+    same = op.outs[0] == op.operands[0].shape and op.outs2[0] == op.operands[0].shape2
+    if same and (op["step"] or 1) == 1:
+        return split(op, layout)
+    one = op.outs[0][dim] == op.outs2[0][dim] == 1
+    return lookup(op, "slice", dim) if one else moved_view(op, dim)
 
 
 @register("split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes", "chunk",
@@ -175,7 +183,7 @@ def _diagonal(op: Op) -> Verdict | None:
     layout, ndim = first
     if op.name == "unfold":
         dim = normal(op["dimension"], ndim)
-        return None if dim == layout.dim else split(op, layout)
+        return moved_view(op, dim) if dim == layout.dim else split(op, layout)
     if op.name == "diag_embed":
         a, b = (normal(op[name] if op[name] is not None else default, ndim + 1)
                 for name, default in (("dim1", -2), ("dim2", -1)))  # fmt: skip
@@ -186,21 +194,53 @@ def _diagonal(op: Op) -> Verdict | None:
     a, b = (normal(op[name] if op[name] is not None else default, ndim)
             for name, default in (("dim1", 0), ("dim2", 1)))  # fmt: skip
     if layout.dim in (a, b):
-        return None
+        return moved_diagonal(op)
     return split(op, layout.at(layout.dim - (a < layout.dim) - (b < layout.dim)))
 
 
-@register("flip", "roll", "rot90")
+@register("flip", "fliplr", "flipud")
 def _flip(op: Op) -> Verdict | None:
     if (first := _first(op)) is None:
         return None
     layout, ndim = first
     dims = dims_of(op["dims"], ndim)
-    if op.name == "roll" and not op["dims"]:
+    return moved_flip(op, dims) if layout.dim in dims else split(op, layout)
+
+
+@register("roll")
+def _roll(op: Op) -> Verdict | None:
+    if (first := _first(op)) is None:
         return None
-    if op.name == "rot90" and not op["dims"]:
-        dims = [0, 1]
-    return None if layout.dim in dims else split(op, layout)
+    layout, ndim = first
+    shifts = [op["shifts"]] if isinstance(op["shifts"], int) else list(op["shifts"])
+    if not op["dims"]:
+        count = shifts[0]
+        return Verdict(
+            decomposition=lambda x, *_: x.reshape(-1).roll(count, 0).reshape(x.shape)
+        )
+    dims = dims_of(op["dims"], ndim)
+    return moved_roll(op, shifts, dims) if layout.dim in dims else split(op, layout)
+
+
+@register("rot90")
+def _rot90(op: Op) -> Verdict | None:
+    """Flips and a transposition."""
+    if (first := _first(op)) is None:
+        return None
+    layout, ndim = first
+    a, b = dims_of(op["dims"] or [0, 1], ndim)
+    if layout.dim not in (a, b):
+        return split(op, layout)
+    turns = (1 if op["k"] is None else op["k"]) % 4
+
+    def turned(x: Any, *_: Any, **__: Any) -> Any:
+        if turns == 2:
+            return x.flip([a, b])
+        if turns == 1:
+            return x.flip([b]).transpose(a, b)
+        return x.flip([a]).transpose(a, b) if turns == 3 else x.clone()
+
+    return Verdict(decomposition=turned)
 
 
 @register("tril", "triu")
@@ -208,7 +248,7 @@ def _triangle(op: Op) -> Verdict | None:
     if (first := _first(op)) is None:
         return None
     layout, ndim = first
-    return None if layout.dim >= ndim - 2 else split(op, layout)
+    return moved_triangle(op) if layout.dim >= ndim - 2 else split(op, layout)
 
 
 @register("cat", "concat", "_chunk_cat")
@@ -264,7 +304,7 @@ def _pad(op: Op) -> Verdict | None:
     layout, ndim = first
     padded = range(ndim - len(op["pad"]) // 2, ndim)
     touched = [d for d in padded if any(op["pad"][2 * (ndim - 1 - d) :][:2])]
-    return None if layout.dim in touched else split(op, layout)
+    return moved_pad(op) if layout.dim in touched else split(op, layout)
 
 
 @register("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
