@@ -20,12 +20,15 @@ from koila_rl.recording.writes import node_of
 __all__ = ["PENDING", "Pending"]
 
 
+Check = tuple[Node, str]
+
+
 class _Local(threading.local):
     def __init__(self) -> None:
         self.live: list[weakref.ref[LazyTensor]] = []
         self.limit = 256
         self.checks: list[tuple[weakref.ref[Node], str]] = []
-        self.fresh: list[tuple[Node, str]] = []
+        self.fresh: list[tuple[Check, int]] = []
 
 
 class Pending:
@@ -58,7 +61,7 @@ class Pending:
                     found[id(node)] = node
         local.live = kept
         checks = [(node, message) for ref, message in local.checks if (node := ref()) is not None]
-        return session.Live(list(found.values()), [*local.fresh, *checks])
+        return session.Live(list(found.values()), checks)
 
     def value(self, node: Node) -> Tensor:
         """The value of the whole minibatch, without a graph; computed once."""
@@ -175,22 +178,23 @@ class Pending:
     def defer_check(self, tensor: LazyTensor, message: str) -> None:
         """Remember a validation; the calls recorded from here on carry it to their run."""
         local = self._local
-        local.fresh.append((tensor._node, message))
+        local.fresh.append(((tensor._node, message), 8))
+        local.checks.append((weakref.ref(tensor._node), message))
 
-    def checks(self) -> tuple[tuple[Node, str], ...]:
-        """The validations that a new call must carry."""
+    def checks(self) -> tuple[Check, ...]:
+        """The validations that a new call must carry.
+
+        The calls recorded next hold them, and then only values of the program do. A call may
+        turn out to return its input and be dropped, so a few hold them at first.
+        """
         local = self._local
-        if local.fresh:
-            local.checks += [(weakref.ref(node), message) for node, message in local.fresh]
-        if not local.checks:
+        if not local.fresh and not local.checks:
             return ()
-        alive = [(ref, message) for ref, message in local.checks
-                 if (node := ref()) is not None and node.value is None]  # fmt: skip
-        local.checks = alive[-64:]
-        carried = tuple((node, message) for ref, message in local.checks
-                        if (node := ref()) is not None)  # fmt: skip
-        local.fresh = []
-        return carried
+        local.checks = [ref for ref in local.checks[-64:] if ref[0]() is not None]
+        carried = {id(node): (node, message) for ref, message in local.checks
+                   if (node := ref()) is not None and node.value is None}  # fmt: skip
+        local.fresh = [(check, left - 1) for check, left in local.fresh if left > 1]
+        return tuple(carried.values())
 
     def eager(self, name: str) -> None:
         session.note_eager(name)

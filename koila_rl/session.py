@@ -76,14 +76,25 @@ def source_tensor(node: Node) -> Tensor:
 def _checks(roots: Sequence[Node], open_checks: Sequence[Check]) -> list[Check]:
     """The validations that belong to the roots' program and have not been made."""
     calls = calls_behind(roots)
-    known = {id(call) for call in calls}
+    candidates = [*open_checks, *(check for call in calls for check in call.checks)]
+    if not candidates:
+        return []
+    known = _origins(roots)
     found: dict[int, Check] = {}
-    for check in (*open_checks, *(check for call in calls for check in call.checks)):
+    for check in candidates:
         node = check[0]
-        if node.value is None and id(node) not in found:
-            if any(id(call) in known for call in calls_behind([node])):
-                found[id(node)] = check
+        if node.value is None and id(node) not in found and known & _origins([node]):
+            found[id(node)] = check
     return list(found.values())
+
+
+def _origins(roots: Sequence[Node]) -> set[int]:
+    """Identities of the calls and wrapped minibatches behind some values."""
+    found = {id(root.call) for root in roots}
+    for call in calls_behind(roots):
+        found.add(id(call))
+        found.update(id(x.call) for x in call.inputs if isinstance(x, Node))
+    return found
 
 
 def _companions(roots: Sequence[Node], live: Sequence[Node], small: bool) -> list[Node]:

@@ -343,6 +343,11 @@ def _batch_norm(args: Args, kwargs: Kwargs) -> Any:
     return record_batch_norm(args, kwargs)
 
 
+for _name in ("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"):
+    # These change the tensor's own shape; the operators arrive in __torch_dispatch__.
+    _pass_through(getattr(Tensor, _name))
+
+
 @handles(torch.squeeze, Tensor.squeeze)
 def _squeeze(args: Args, kwargs: Kwargs) -> Any:
     """Without a dimension, the sizes of the whole minibatch decide, not of a microbatch."""

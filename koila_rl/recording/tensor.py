@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from koila_rl.recording.private import autograd_included, differentiating
+from koila_rl.recording.steps import functional
 from koila_rl.recording.values import Node
 
 __all__ = ["HANDLERS", "LazyTensor", "Runtime", "untouched"]
@@ -135,7 +136,19 @@ class LazyTensor(Tensor):
         # Autograd is switched off down here; unless a transform differentiates by itself, the
         # recorded call must know what it would do.
         with nullcontext() if _transforms.differentiate else autograd_included():
+            if torch.Tag.inplace_view in func.tags:
+                new = record(functional(func), args, kwargs or {})
+                return args[0]._become(new, func, args, kwargs or {})
             return record(func, args, kwargs or {})
+
+    def _become(self, view: LazyTensor, func: Any, args: Any, kwargs: Any) -> LazyTensor:
+        """Take the place of a view of oneself: ``transpose_`` and its like."""
+        self._node = view._node
+        if view._group is not None:
+            view._group.join(self, view._chain)
+        with untouched(), torch._C._DisableTorchDispatch():
+            func(*args, **kwargs)
+        return self
 
     def __len__(self) -> int:
         if not self._node.meta.shape:
