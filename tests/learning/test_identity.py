@@ -12,7 +12,6 @@ import koila_rl
 from koila_rl.agents.ppo import PPO
 from tests.environments import Identity, Pictures
 
-
 # Every step is a decision by itself, so the discount is 0.
 QUICK: dict[str, Any] = {"n_envs": 4, "n_steps": 32, "batch_size": 32, "gamma": 0.0}
 
