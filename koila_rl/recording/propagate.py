@@ -264,7 +264,8 @@ class Propagation:
         )
         self.note_plain(op, uses, kind, verdict)
         first = layouts[0] if layouts and kind == "split" else None
-        template, numbers = template_of(op, a, b, first, kind == "global")
+        as_written = verdict is None or verdict.instead is None
+        template, numbers = template_of(op, a, b, first, kind == "global", as_written)
         func = self.written(a, layouts)
         if verdict is not None and verdict.instead is not None:
             func = verdict.instead

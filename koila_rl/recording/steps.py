@@ -119,25 +119,27 @@ class Arguments:
 
 
 def template_of(
-    op: Op, a: OpRecord, b: OpRecord, layout: Layout | None, whole: bool
+    op: Op, a: OpRecord, b: OpRecord, layout: Layout | None, whole: bool, follows: bool = True
 ) -> tuple[tuple[Any, Any], bool]:
     """The arguments with holes, and whether a number among them follows the minibatch.
 
-    ``layout`` is that of the first result of a step that sees microbatches.
+    ``layout`` is that of the first result of a step that sees microbatches; only there, and with
+    ``follows``, do sizes become functions of the microbatch.
     """
     schema = {argument.name: argument for argument in a.func._schema.arguments}
     positional = list(schema)
     arguments = Arguments(op, layout, whole)
     dim = op.args.get("dim")
-    along = True
+    along = follows
     if isinstance(dim, int) and layout is not None and op.outs and op.outs[0]:
-        along = dim % len(op.outs[0]) == layout.dim
+        along = follows and dim % len(op.outs[0]) == layout.dim
 
     def convert(name: str, x: Any, y: Any) -> Any:
         is_shape = "int" in str(schema[name].type).lower() or "arange" in op.name
         return arguments.convert(x, y, is_shape, along and name in _SIZES)
 
-    args = tuple(convert(name, x, y) for name, x, y in zip(positional, a.args, b.args, strict=False))
+    pairs = zip(positional, a.args, b.args, strict=False)
+    args = tuple(convert(name, x, y) for name, x, y in pairs)
     order = [name for name in positional if name in a.kwargs]
     kwargs = {name: convert(name, a.kwargs[name], b.kwargs[name]) for name in order}
     return (args, kwargs), arguments.numbers > 0
