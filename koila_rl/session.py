@@ -19,7 +19,7 @@ from koila_rl.errors import ConfigurationError, StaleValueError, UnsplitWarning
 from koila_rl.memory.choose import choose
 from koila_rl.memory.plan import Plan
 from koila_rl.recording.clock import stepped_since
-from koila_rl.recording.values import Captured, Node, Source
+from koila_rl.recording.values import Captured, Node, Source, moment
 
 __all__ = ["Live", "last_plan", "note_eager", "plan", "run_backward", "run_graph", "run_values", "source_tensor"]
 
@@ -40,7 +40,7 @@ class Live:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.eager: list[str] = []
+        self.eager: list[tuple[str, int]] = []
 
 
 _local = _Local()
@@ -54,7 +54,8 @@ def last_plan() -> Plan | None:
 
 def note_eager(name: str) -> None:
     """A call that had to see values ran on the whole minibatch, outside any program."""
-    _local.eager.append(name)
+    _local.eager = [*_local.eager[-63:], (name, moment())]
+    _local.plan = Plan(0, (), None, 0, unsplit=(name,))
     _warn((name,), f"{name} looks at values, so it ran at once on the whole minibatch")
 
 
@@ -207,10 +208,16 @@ def _verify_checks(checks: Sequence[Check]) -> None:
             raise ValueError(message)
 
 
-def _note(plan: Plan) -> None:
+def _note(plan: Plan, bound: Bound) -> None:
     if _local.eager:
-        names = tuple(dict.fromkeys((*plan.unsplit, *_local.eager)))
-        plan = replace(plan, unsplit=names)
+        # Calls that ran at once belong to the program that was being recorded meanwhile.
+        began = min(
+            [call.sequence for call in bound.calls]
+            + [x.call.sequence for x in bound.tensors if isinstance(x, Node)],
+            default=0,
+        )
+        eager = [name for name, sequence in _local.eager if sequence > began]
+        plan = replace(plan, unsplit=tuple(dict.fromkeys((*plan.unsplit, *eager))))
         _local.eager = []
     _local.plan = plan
     if plan.unsplit_details and plan.split:
@@ -242,7 +249,7 @@ def _gather(
 def run_values(node: Node, live: Live) -> None:
     """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
     bound, plan, checks = _gather([node], live, None, "value")
-    _note(plan)
+    _note(plan, bound)
     if not plan.split:
         with _checks_first(checks):
             results = _run_whole(bound)
@@ -261,7 +268,7 @@ def run_graph(
 ) -> None:
     """Compute values with graphs that reach the tensors they were made from."""
     bound, plan, checks = _gather(list(nodes), live, None, "graph")
-    _note(plan)
+    _note(plan, bound)
     if not plan.split or whole or cuts:
         with _checks_first(checks):
             results = _run_whole(bound)
@@ -283,7 +290,7 @@ def run_backward(
     if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     bound, plan, checks = _gather([node], live, node, "backward")
-    _note(plan)
+    _note(plan, bound)
     if not plan.split or create_graph:
         with _checks_first(checks):
             results = _run_whole(bound)

@@ -38,7 +38,7 @@ class RowSource:
         source = node.call
         assert isinstance(source, Source)
         self.rows = source.rows
-        self.n = node.meta.n
+        self.n, self.layout = node.meta.n, node.meta.layout
 
     def slice(self, start: int, stop: int) -> Tensor:
         assert self.rows is not None
@@ -203,8 +203,11 @@ class StageRun:
         found = []
         for x, layout, prefix in self.rows:
             if isinstance(x, RowSource):
-                found.append(x.slice(start, stop))
-            elif prefix:
+                if x.n == n and x.layout == layout and not prefix:
+                    found.append(x.slice(start, stop))
+                    continue
+                x = x.slice(0, x.n)
+            if prefix:
                 found.append(slice_rows(x, layout, n, 0, stop - start))
             else:
                 found.append(slice_rows(x, layout, n, start, stop))
@@ -258,6 +261,8 @@ class StageRun:
         for v, out, grad in zip(self.stage.outputs, outs, grads, strict=True):
             if grad is None or not out.requires_grad:
                 continue
+            if v not in self.stage.layouts and v not in self.stage.reductions:
+                continue
             roots.append(out)
             seeds.append(self.seed(v, grad, number, start, stop, out))
         if roots:
@@ -297,7 +302,9 @@ class Totals:
     def add(self, outs: Sequence[Tensor], start: int, stop: int) -> None:
         for k, (v, out) in enumerate(zip(self.stage.outputs, outs, strict=True)):
             reduction = self.stage.reductions.get(v)
-            if reduction is None:
+            if reduction is None and v not in self.stage.layouts:
+                self.values[k] = out  # the same for every microbatch, as an empty buffer
+            elif reduction is None:
                 self.values[k] = self.joined(self.values[k], out, v, start, stop)
             elif reduction.combine is not None:
                 self.values[k] = [*(self.values[k] or ()), out]

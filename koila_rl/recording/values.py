@@ -18,7 +18,8 @@ from koila_rl.recording.layouts import Layout
 if TYPE_CHECKING:
     from koila_rl.recording.analysis import CallInfo
 
-__all__ = ["Call", "CallState", "Captured", "Meta", "Node", "Rows", "Source", "meta_of", "second_size"]
+__all__ = ["Call", "CallState", "Captured", "Meta", "Node", "Rows", "Source", "meta_of", "moment",
+           "second_size"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ class Rows(Protocol):
 
 
 _sequence = itertools.count()
+
+
+def moment() -> int:
+    """A place in time between the calls recorded before and after."""
+    return next(_sequence)
 
 
 class Source:
