@@ -19,9 +19,10 @@ from koila_rl.recording.attempts import Attempt, attempts
 from koila_rl.recording.backward import backward_splits
 from koila_rl.recording.layouts import Layout, scaled_layout
 from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths_of
+from koila_rl.recording.rows import View
 from koila_rl.recording.rules import WHOLE, Use
 from koila_rl.recording.sizes import BatchInt
-from koila_rl.recording.template import fill, holes
+from koila_rl.recording.template import Const, Ref, fill, holes
 from koila_rl.recording.trace import LOCK, OpRecord, Trace, copied, fake_like, quiet_fakes, trace
 from koila_rl.recording.values import Meta, intern, scaled, second_size
 
@@ -268,10 +269,48 @@ def _best(
             return found
         if fallback is None or len(fallback.steps) == 1 < len(found.steps):
             fallback = found
+    if fallback is not None and len(fallback.steps) > 1:
+        return fallback
+    if _is_view(info, first):
+        return _rows_of_view(info, metas, len(consts))
     if fallback is not None:
         return fallback
     info.steps = [_native(info, "global", len(metas), {}, None)]
     info.mixes = True
+    return info
+
+
+def _is_view(info: CallInfo, first: _Traced) -> bool:
+    """Whether the call does nothing but look at one input in another way."""
+    views = all(
+        any(a.alias_info is not None for a in record.func._schema.arguments)
+        for record in first.trace.records
+    )
+    wide = len(info.metas) == 1 and any(size > 1 for size in info.metas[0].shape)
+    return views and wide and info.aliases[0] is not None and info.same[0] is None
+
+
+def _rows_of_view(info: CallInfo, metas: list[Meta], consts: int) -> CallInfo:
+    """A view that makes no sense at another size: each microbatch takes rows of the result."""
+    out = info.metas[0]
+    dim = next(d for d, size in enumerate(out.shape) if size > 1)
+    size, layout = out.shape[dim], Layout(dim)
+    shape2, stride2 = scaled(out.shape, out.stride, dim, second_size(size))
+    info.metas = [intern(replace(out, layout=layout, n=size, shape2=shape2, stride2=stride2))]
+    rows, result = len(metas) + 1, len(metas)
+    numbers = Step(
+        kind="global", func=torch.arange, template=((size,), {}), operands=(), outputs=(rows,),
+        paths=((),), layouts=(Layout(0),), requires_grad=(False,), name="arange",
+        metas=(((size,), torch.int64, torch.device("cpu")),), n=size,
+    )  # fmt: skip
+    step = _native(info, "split", len(metas), {}, None)
+    holes_of = [Ref(k) for k in range(len(metas))], [Const(k, object) for k in range(consts)]
+    args, kwargs = fill(info.template, *holes_of, info.n)
+    step.func, step.n = View(info.func, dim), size
+    step.template = ((Ref(len(metas)), *args), kwargs)
+    step.operands = (*step.operands, (rows, Use(Layout(0))))
+    step.outputs = info.results = (result,)
+    info.steps = [numbers, step]
     return info
 
 

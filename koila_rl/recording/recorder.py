@@ -16,6 +16,7 @@ from koila_rl.recording.analysis import (
     may_write,
 )
 from koila_rl.recording.clock import optimizer_steps
+from koila_rl.recording.parts import parts_of
 from koila_rl.recording.template import Slots, fill, flatten, key_of
 from koila_rl.recording.tensor import LazyTensor, untouched
 from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of
@@ -60,6 +61,8 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(not isinstance(slots.tensors[k], LazyTensor) for k in info.writes):
             return run_eagerly(func, template, slots, lazies[0], "")
         return record_write(func, template, slots, info)
+    if info.mixes and (parts := parts_of(func, args, kwargs)) is not None:
+        return parts
     return append(info, template, slots, lazies[0])
 
 
