@@ -19,7 +19,7 @@ from koila_rl.memory.storages import (
     tensors_in,
     wraps_other_tensors,
 )
-from koila_rl.recording.private import TorchDispatchMode
+from koila_rl.recording.private import TorchDispatchMode, backward_node
 
 __all__ = ["LiveCall", "StorageListener", "StorageTracker", "Workspaces"]
 
@@ -61,12 +61,13 @@ class Workspaces(Protocol):
 class _Entry(weakref.ref[UntypedStorage]):
     """A weak reference to one storage, with what is counted for it."""
 
-    __slots__ = ("birth", "key", "maker", "nbytes", "raw", "unbilled")
+    __slots__ = ("birth", "key", "maker", "nbytes", "node", "raw", "unbilled")
 
     birth: int  # the tracker's clock when it was counted
     key: int
     maker: object  # operator or label; turned into text only when asked
     nbytes: int  # blocks counted
+    node: int | None  # of autograd, that it was made in
     raw: int  # the storage's own size when last seen
     unbilled: int  # blocks that existed at entry and count zero
 
@@ -80,8 +81,8 @@ class StorageTracker(TorchDispatchMode):
     Fake tensors count with the size that they stand for, tensors on ``meta`` count zero.
 
     What code compiled by ``torch.compile`` allocates counts too, and the code stays compiled.
-    Not seen are scratch memory inside a kernel and arrays that ``torch.from_numpy`` wraps.
-    Autograd adds gradients out of place under any dispatch mode.
+    Not seen are scratch memory inside a kernel and arrays that ``torch.from_numpy`` wraps. The
+    sum of two gradients takes the place of the first where it would without a dispatch mode.
 
     Args:
         listener: told of every storage counted and freed; may refuse one by raising
@@ -130,6 +131,7 @@ class StorageTracker(TorchDispatchMode):
         self._peak_clock = 0
         self._dead_since_peak: list[tuple[object, int]] = []
         self._depth = 0
+        self._replaced: tuple[_Entry, int] | None = None
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -185,6 +187,7 @@ class StorageTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._recount_survivor()
         self._depth -= 1
         if self._depth == 0:
             bypasses.unwatch(self)
@@ -197,11 +200,9 @@ class StorageTracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        for kind in types:
-            if wraps_other_tensors(kind):
-                # The wrapper's own handler then runs with this mode active, and what it
-                # computes on its inner tensors is seen.
-                return NotImplemented
+        if any(map(wraps_other_tensors, types)):
+            return NotImplemented  # its own handler runs with this mode active, and is seen
+        self._recount_survivor()
         kwargs = kwargs or {}
         if self._note_unknown:
             self._note(func, args, kwargs)
@@ -248,12 +249,35 @@ class StorageTracker(TorchDispatchMode):
                 nbytes = storage.nbytes()
                 if nbytes == 0 and self._workspaces is not None:
                     nbytes = self._workspaces.result_bytes(func, args, kwargs, index)
+                if func is torch.ops.aten.add.Tensor:
+                    self._replace_gradient(args, nbytes)
                 self._follow(storage, func, nbytes=nbytes)
         if before is not None:
             self._see_resizes(func, args, kwargs, before)
         if self._workspaces is not None:
             needed = self.live_bytes + self._workspaces.of(func, args, kwargs)
             self.allocator_peak_bytes = max(self.allocator_peak_bytes, needed)
+
+    def _replace_gradient(self, args: tuple[Any, ...], nbytes: int) -> None:
+        """Let a sum of gradients take the place of the first, as without a dispatch mode.
+
+        Autograd then adds into a gradient that nobody else holds, but adds out of place where a
+        mode is active. Told from other additions by the first gradient's coming from an earlier
+        node, and by its death before the next operator.
+        """
+        node = None if torch.is_grad_enabled() else backward_node()
+        storage = storage_of(args[0]) if node is not None else None
+        entry = self._entries.get(id(storage))
+        if entry is None or entry.node in (None, node) or entry.raw != nbytes:
+            return
+        self._replaced = entry, entry.nbytes
+        self._unbill(entry)
+
+    def _recount_survivor(self) -> None:
+        if self._replaced is not None:
+            (entry, nbytes), self._replaced = self._replaced, None
+            if self._entries.get(entry.key) is entry:
+                self._bill(entry, nbytes)
 
     def _see_resizes(
         self,
@@ -314,8 +338,8 @@ class StorageTracker(TorchDispatchMode):
         entry.key = id(storage)
         entry.maker = maker if self.label is None or isinstance(maker, str) else self.label
         entry.nbytes = 0
-        entry.raw = raw
-        entry.unbilled = unbilled
+        entry.raw, entry.unbilled = raw, unbilled
+        entry.node = backward_node()
         entry.birth = self._clock
         self._entries[entry.key] = entry
         try:

@@ -23,6 +23,7 @@ __all__ = [
     "TorchDispatchMode",
     "allocator_record",
     "autograd_included",
+    "backward_node",
     "compiled_allocations",
     "differentiating",
     "dispatch_modes",
@@ -87,3 +88,11 @@ def differentiating() -> bool:
     functorch = torch._C._functorch
     stack = functorch.get_interpreter_stack() or []
     return any(x.key() != functorch.TransformType.Vmap for x in stack)
+
+
+def backward_node() -> int | None:
+    """Number of the node whose backward runs in this thread now; ``None`` outside of one."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())

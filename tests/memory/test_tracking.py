@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from koila_rl.memory.storages import round_to_block
 from koila_rl.memory.tracking import StorageTracker
+from koila_rl.memory.workspace import allocator_peak
 from koila_rl.recording.private import FakeTensorMode
 
 BLOCK = 512
@@ -109,6 +110,54 @@ def test_gradients_accumulate_in_place_and_count_once():
         assert tracker.live_bytes == 3 * BLOCK
         torch.autograd.backward(x.sum() + x.cumsum(0).sum())
         assert tracker.live_bytes == 3 * BLOCK
+
+
+def test_sums_of_gradients_take_the_place_of_the_first():
+    """As without a dispatch mode, which makes autograd add out of place."""
+    x = floats(64).requires_grad_()
+
+    def update() -> None:
+        h = x * 1
+        (gradient,) = torch.autograd.grad(h.sum() * 2 + h.cumsum(0).sum() + h.sin().sum(), x)
+        assert gradient is not None
+
+    with StorageTracker() as tracker:
+        update()
+    assert tracker.peak_bytes == pytest.approx(allocator_peak(update)[0], abs=8 * BLOCK)
+    assert tracker.live_bytes == 0
+
+
+class Kept(torch.autograd.Function):
+    """Adds its gradient out of place to something and keeps it, which is not autograd's sum."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Kept.kept.append(gradient)
+        return gradient + gradient
+
+
+def test_a_gradient_that_lives_on_still_counts():
+    x = floats(64).requires_grad_()
+    with StorageTracker() as tracker:
+        (gradient,) = torch.autograd.grad((Kept.apply(x) * floats(64)).sum(), x)
+        gradient = gradient * 2
+        assert tracker.live_bytes == 2 * 64 * BLOCK  # beside the gradient that was kept
+        assert tracker.peak_bytes == 3 * 64 * BLOCK
+        Kept.kept.clear()
+        assert tracker.live_bytes == 64 * BLOCK
+        del gradient
+    with StorageTracker() as tracker:
+        (gradient,) = torch.autograd.grad((Kept.apply(x) * 2).sum(), x)
+    assert tracker.live_bytes == 2 * 64 * BLOCK
+    Kept.kept.clear()
+    assert tracker.live_bytes == 64 * BLOCK
+    del gradient
 
 
 def test_undefined_gradients_and_several_outputs():
