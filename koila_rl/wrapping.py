@@ -13,7 +13,13 @@ from koila_rl.errors import BatchSizeError, ConfigurationError
 from koila_rl.pending import PENDING
 from koila_rl.recording import entrypoints
 from koila_rl.recording import handlers as _handlers  # noqa: F401  (registers itself)
-from koila_rl.recording import rules_index, rules_linear, rules_reduce, rules_views  # noqa: F401
+from koila_rl.recording import (  # noqa: F401
+    rules_explicit,
+    rules_index,
+    rules_linear,
+    rules_reduce,
+    rules_views,
+)
 from koila_rl.recording.layouts import Layout
 from koila_rl.recording.tensor import LazyTensor
 from koila_rl.recording.values import Meta, Node, Rows, Source, intern, meta_of, scaled, second_size

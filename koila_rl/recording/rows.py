@@ -16,7 +16,8 @@ from torch import Tensor
 
 from koila_rl.recording.layouts import Layout
 
-__all__ = ["Lookup", "Place", "View", "Write", "flipped", "padded", "rolled", "triangle"]
+__all__ = ["Lookup", "Place", "View", "Write", "diagonal", "flipped", "padded", "rolled",
+           "selected", "sliced", "triangle"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,5 +206,48 @@ def triangle(upper: bool, along: int, other: int) -> Callable[..., Tensor]:
             distance = own - rest.unsqueeze(1)
         keep = distance >= diagonal if upper else distance <= diagonal
         return _kept(keep, x)
+
+    return run
+
+
+def selected(dim: int, index: int) -> Callable[..., Tensor]:
+    """Rows of ``select_scatter`` along the batch."""
+
+    def run(rows: Tensor, x: Tensor, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        there = _shaped(rows.to(x.device) == index, x, dim)
+        return torch.where(there, src.unsqueeze(dim), x)
+
+    return run
+
+
+def sliced(dim: int, start: int, step: int) -> Callable[..., Tensor]:
+    """Rows of ``slice_scatter`` along the batch."""
+
+    def run(rows: Tensor, x: Tensor, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        place = rows.to(x.device) - start
+        inside = (place >= 0) & (place % step == 0) & (place // step < src.shape[dim])
+        if not src.shape[dim]:
+            return x.clone()
+        value = src.index_select(dim, (place // step).clamp(0, src.shape[dim] - 1))
+        return torch.where(_shaped(inside, x, dim), value, x)
+
+    return run
+
+
+def diagonal(a: int, b: int, offset: int, dim: int) -> Callable[..., Tensor]:
+    """Rows, or columns, of ``diagonal_scatter`` where one of dimensions a and b is the batch."""
+    rowwise = dim == a
+
+    def run(rows: Tensor, x: Tensor, src: Tensor, *_: Any, **__: Any) -> Tensor:
+        own, matrix = rows.to(x.device), x.movedim((a, b), (-2, -1))
+        partner = own + offset if rowwise else own - offset
+        place = own - max(0, -offset if rowwise else offset)
+        inside = (place >= 0) & (place < src.shape[-1])
+        others = torch.arange(matrix.shape[-1 if rowwise else -2], device=x.device)
+        value = src.index_select(-1, place.clamp(0, max(src.shape[-1] - 1, 0)))
+        axis = -1 if rowwise else -2
+        there = (others == partner.unsqueeze(-1)) & inside.unsqueeze(-1)
+        there = there if rowwise else there.t()
+        return torch.where(there, value.unsqueeze(axis), matrix).movedim((-2, -1), (a, b))
 
     return run

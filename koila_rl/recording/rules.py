@@ -27,6 +27,7 @@ __all__ = [
     "find_rule",
     "pointwise",
     "register",
+    "search",
     "split",
 ]
 
@@ -249,8 +250,7 @@ def _isin(op: Op) -> Verdict | None:
     return split(op, elements.layout)
 
 
-@register("bucketize", "searchsorted")
-def _search(op: Op) -> Verdict | None:
+def search(op: Op) -> Verdict | None:
     """Values are looked up in boundaries: per element if those are one sorted list."""
     boundaries = op.operand("boundaries") or op.operand("sorted_sequence")
     values = op.operand("self")

@@ -11,7 +11,7 @@ from torch import Tensor
 from koila_rl.recording.layouts import Layout
 from koila_rl.recording.rules import Op, Reduction, Use, Verdict, axis_size, register, split
 
-__all__: list[str] = []
+__all__ = ["convolution"]
 
 
 def _contract(op: Op, a: int, b: int) -> Verdict | None:
@@ -105,10 +105,10 @@ def _explicit_addbmm(base: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha
     return product if beta == 0 else beta * base + product
 
 
-@register("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution",
+@register("convolution_overrideable", "mkldnn_convolution",
           "cudnn_convolution", "miopen_convolution", "slow_conv2d_forward",
           "_slow_conv2d_forward")  # fmt: skip
-def _convolution(op: Op) -> Verdict | None:
+def convolution(op: Op) -> Verdict | None:
     image = op.operands[0]
     weight = op.operands[1]
     if image.layout is None or not op.only(image.name) or image.ndim != weight.ndim:

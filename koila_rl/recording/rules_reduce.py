@@ -13,7 +13,7 @@ from koila_rl.recording.rules import Op, Reduction, Use, Verdict, axis_size, reg
 from koila_rl.recording.rules_rows import lookup
 from koila_rl.recording.rules_views import dims_of, normal
 
-__all__: list[str] = []
+__all__ = ["reduce"]
 
 
 def _reduced_dims(op: Op) -> list[int]:
@@ -53,10 +53,10 @@ def _reduction_of(op: Op) -> Reduction | None:
     return None
 
 
-@register("sum", "nansum", "mean", "amax", "amin", "any", "all", "prod", "logsumexp", "max", "min",
-          "norm", "linalg_vector_norm", "count_nonzero", "argmax", "argmin", "median", "nanmedian",
-          "mode", "aminmax")  # fmt: skip
-def _reduce(op: Op) -> Verdict | None:
+@register("sum", "nansum", "mean", "amax", "amin", "any", "all", "prod", "logsumexp",
+          "norm", "linalg_vector_norm", "count_nonzero", "median", "nanmedian",
+          "mode")  # fmt: skip
+def reduce(op: Op) -> Verdict | None:
     operand = op.operands[0]
     if op.name in ("max", "min") and len(op.operands) == 2:
         from koila_rl.recording.rules import pointwise
@@ -73,8 +73,6 @@ def _reduce(op: Op) -> Verdict | None:
         keep = bool(op["keepdim"])
         dim = layout.dim if keep else layout.dim - sum(d < layout.dim for d in dims)
         return split(op, *[layout.at(dim)] * len(op.outs))
-    if op.name in ("max", "min") and op["dim"] is not None:
-        return _extreme_with_index(op)
     if op.name in ("norm", "linalg_vector_norm"):
         order = op["ord"] if op.name == "linalg_vector_norm" else op["p"]
         if order is None or 0 < order < float("inf"):
@@ -100,11 +98,6 @@ def _norm(x: Tensor, power: float, dims: list[int], keep: bool, dtype: Any) -> T
     none = total == 0
     root = torch.where(none, 0, torch.where(none, 1, total).pow(1 / power))
     return root if dtype else root.to(torch.empty((), dtype=x.dtype).abs().dtype)
-
-
-def _extreme_with_index(op: Op) -> Verdict | None:
-    """``max(dim)`` over the batch: indices are global, so the whole minibatch decides."""
-    return None
 
 
 @register("var", "std", "var_mean", "std_mean")
@@ -168,7 +161,7 @@ def _softmax(op: Op) -> Verdict | None:
 
 
 @register("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk",
-          "kthvalue", "renorm", "glu", "_weight_norm_interface", "take_along_dim", "msort",
+          "kthvalue", "glu", "_weight_norm_interface", "take_along_dim", "msort",
           "cosine_similarity")  # fmt: skip
 def _along_dim(op: Op) -> Verdict | None:
     """Mixes along ``dim`` only; the other dimensions stay where they are."""
@@ -179,8 +172,6 @@ def _along_dim(op: Op) -> Verdict | None:
     default = {"sort": -1, "argsort": -1, "topk": -1, "kthvalue": -1, "glu": -1}.get(op.name, 0)
     dim = op["dim"] if op["dim"] is not None else default
     dim = normal(dim, operand.ndim) if operand.ndim else 0
-    if op.name == "renorm":
-        return None if layout.dim != dim else split(op, layout)
     if dim == layout.dim:
         return None
     drops = op.name == "kthvalue" and not op["keepdim"]

@@ -16,7 +16,7 @@ from koila_rl.recording.rules_rows import (
     moved_view,
 )
 
-__all__: list[str] = []
+__all__ = ["dims_of", "normal", "view_scatter"]
 
 
 def normal(dim: int, ndim: int) -> int:
@@ -176,7 +176,7 @@ def _unbind(op: Op) -> Verdict | None:
     return split(op, *[layout.at(layout.dim - (dim < layout.dim))] * len(op.outs))
 
 
-@register("diagonal", "unfold", "diag_embed")
+@register("diagonal", "unfold")
 def _diagonal(op: Op) -> Verdict | None:
     if (first := _first(op)) is None:
         return None
@@ -184,13 +184,6 @@ def _diagonal(op: Op) -> Verdict | None:
     if op.name == "unfold":
         dim = normal(op["dimension"], ndim)
         return moved_view(op, dim) if dim == layout.dim else split(op, layout)
-    if op.name == "diag_embed":
-        a, b = (normal(op[name] if op[name] is not None else default, ndim + 1)
-                for name, default in (("dim1", -2), ("dim2", -1)))  # fmt: skip
-        if layout.dim == ndim - 1:
-            return None
-        rest = [d for d in range(ndim + 1) if d not in (a, b)]
-        return split(op, layout.at(rest[layout.dim]))
     a, b = (normal(op[name] if op[name] is not None else default, ndim)
             for name, default in (("dim1", 0), ("dim2", 1)))  # fmt: skip
     if layout.dim in (a, b):
@@ -323,19 +316,7 @@ def _view_complex(op: Op) -> Verdict | None:
     return split(op, first[0])
 
 
-@register("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
-def _factory(op: Op) -> Verdict | None:
-    """Sizes that follow the minibatch make the new tensor batched; else it is whole."""
-    for dim, (size, size2) in enumerate(zip(op.outs[0], op.outs2[0], strict=True)):
-        if size != size2:
-            if size % op.n or size // op.n * op.n2 != size2 or op.name == "new_empty_strided":
-                return None
-            return split(op, Layout(dim, 1, size // op.n))
-    return None
-
-
-@register("slice_scatter", "select_scatter", "diagonal_scatter")
-def _view_scatter(op: Op) -> Verdict | None:
+def view_scatter(op: Op) -> Verdict | None:
     """Write ``src`` into a view of ``self``."""
     target, src = op.operands[0], op.operands[1]
     if target.layout is None and src.layout is None:
