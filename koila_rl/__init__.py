@@ -20,6 +20,7 @@ from koila_rl.memory.limits import limits, set_limits
 from koila_rl.memory.plan import Plan
 from koila_rl.recording.tensor import LazyTensor
 from koila_rl.session import last_plan, plan
+from koila_rl.verification import Verification, verify
 from koila_rl.wrapping import lazy, materialize
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ __all__ = [
     "TrainResult",
     "UnsplitWarning",
     "UnsupportedError",
+    "Verification",
     "agents",
     "evaluate",
     "last_plan",
@@ -71,6 +73,7 @@ __all__ = [
     "plan",
     "set_limits",
     "train",
+    "verify",
     "wrap",
 ]
 

@@ -21,7 +21,18 @@ from koila_rl.memory.plan import Plan
 from koila_rl.recording.clock import stepped_since
 from koila_rl.recording.values import Captured, Node, Source, moment
 
-__all__ = ["Live", "last_plan", "note_eager", "plan", "run_backward", "run_graph", "run_values", "source_tensor"]
+__all__ = [
+    "Live",
+    "last_plan",
+    "neutral",
+    "note_eager",
+    "plan",
+    "run_backward",
+    "run_graph",
+    "run_values",
+    "run_whole",
+    "source_tensor",
+]
 
 Check = tuple[Node, str]
 
@@ -152,7 +163,7 @@ def _check_fresh(bound: Bound) -> None:
 
 
 @contextmanager
-def _neutral() -> Iterator[None]:
+def neutral() -> Iterator[None]:
     """Autocast off: every recorded call carries its own state."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -161,7 +172,7 @@ def _neutral() -> Iterator[None]:
         yield
 
 
-def _run_whole(bound: Bound) -> list[Tensor]:
+def run_whole(bound: Bound) -> list[Tensor]:
     """Run the calls as they were written; results carry PyTorch's own graph."""
     inputs = []
     for item in bound.tensors:
@@ -173,7 +184,7 @@ def _run_whole(bound: Bound) -> list[Tensor]:
             inputs.append(source_tensor(item))
     n = bound.program.n
     states = [call.state for call in bound.calls]
-    with torch.enable_grad(), _neutral():
+    with torch.enable_grad(), neutral():
         results = bound.program.whole(
             n, bound.consts, Randomness(states, 0, n), Effects(states), *inputs
         )
@@ -252,11 +263,11 @@ def run_values(node: Node, live: Live) -> None:
     _note(plan, bound)
     if not plan.split:
         with _checks_first(checks):
-            results = _run_whole(bound)
+            results = run_whole(bound)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=True)
     else:
-        with _checks_first(checks), _neutral():
+        with _checks_first(checks), neutral():
             results = Execution(bound, plan.microbatch_size).run(grad=False)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=False)
@@ -271,11 +282,11 @@ def run_graph(
     _note(plan, bound)
     if not plan.split or whole or cuts:
         with _checks_first(checks):
-            results = _run_whole(bound)
+            results = run_whole(bound)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=True)
     else:
-        with _checks_first(checks), _neutral(), torch.enable_grad():
+        with _checks_first(checks), neutral(), torch.enable_grad():
             results = Execution(bound, plan.microbatch_size, strict=False).run(grad=True)
         wanted = {id(node) for node in nodes}
         for root, result in zip(bound.roots, results, strict=True):
@@ -293,14 +304,14 @@ def run_backward(
     _note(plan, bound)
     if not plan.split or create_graph:
         with _checks_first(checks):
-            results = _run_whole(bound)
+            results = run_whole(bound)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=True)
     else:
         seed = gradient
         if seed is None:
             seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
-        with _checks_first(checks), _neutral(), torch.enable_grad():
+        with _checks_first(checks), neutral(), torch.enable_grad():
             results = Execution(bound, plan.microbatch_size).run(grad=True, gradient=seed)
         # Values of the same graph get it too: it is used up by this backward, as in eager.
         shared = _differentiable_calls(node)
