@@ -19,7 +19,7 @@ from koila_rl.errors import ConfigurationError, StaleValueError, UnsplitWarning
 from koila_rl.memory.choose import choose
 from koila_rl.memory.plan import Plan
 from koila_rl.recording.clock import stepped_since
-from koila_rl.recording.values import Captured, Node, Source, moment
+from koila_rl.recording.values import Call, Captured, Node, Source, moment
 
 __all__ = [
     "Live",
@@ -67,7 +67,8 @@ def note_eager(name: str) -> None:
     """A call that had to see values ran on the whole minibatch, outside any program."""
     _local.eager = [*_local.eager[-63:], (name, moment())]
     _local.plan = Plan(0, (), None, 0, unsplit=(name,))
-    _warn((name,), f"{name} looks at values, so it ran at once on the whole minibatch")
+    _warn((name,), f"{name} looks at values or draws from a seed set meanwhile, so it ran "
+          "at once on the whole minibatch")
 
 
 def _warn(key: tuple[str, ...], message: str) -> None:
@@ -109,20 +110,37 @@ def _origins(roots: Sequence[Node]) -> set[int]:
     return found
 
 
-def _companions(roots: Sequence[Node], live: Sequence[Node], small: bool) -> list[Node]:
-    """Live values that share recorded calls with the roots, and are small where that matters."""
-    known = {id(call) for call in calls_behind(roots)}
+def _companions(roots: Sequence[Node], live: Sequence[Node]) -> list[Node]:
+    """Live values that share recorded calls with the roots."""
     chosen = {id(root) for root in roots}
-    found = []
-    for node in live:
-        if id(node) in chosen:
-            continue
-        meta = node.meta
-        if small and meta.nbytes > SMALL * max(meta.n, 1):
-            continue
-        if any(id(call) in known for call in calls_behind([node])):
-            found.append(node)
-    return found
+    others = [node for node in live if id(node) not in chosen]
+    if not others:
+        return []
+    # One walk for all: whether a call leads to one of the roots' calls.
+    leads = {id(call): True for call in calls_behind(roots)}
+
+    def follow(call: Call) -> bool:
+        stack = [call]
+        while stack:
+            top = stack[-1]
+            if id(top) in leads:
+                stack.pop()
+                continue
+            older = [x.call for x in top.inputs
+                     if isinstance(x, Node) and x.attached is None and isinstance(x.call, Call)]  # fmt: skip
+            waiting = [x for x in older if id(x) not in leads]
+            if waiting:
+                stack.extend(waiting)
+            else:
+                leads[id(top)] = any(leads[id(x)] for x in older)
+                stack.pop()
+        return leads[id(call)]
+
+    return [node for node in others if isinstance(node.call, Call) and follow(node.call)]
+
+
+def _small(node: Node) -> bool:
+    return node.meta.nbytes <= SMALL * max(node.meta.n, 1)
 
 
 def _check_fresh(bound: Bound) -> None:
@@ -240,21 +258,21 @@ def _gather(
     roots: list[Node], pending: Live, target: Node | None, purpose: str
 ) -> tuple[Bound, Plan, list[Check]]:
     """Roots with their companions and validations as one program, and its plan."""
-    live, checks = pending.nodes, _checks(roots, pending.checks)
-    every = [*roots, *_companions(roots, live, small=True)]
-    chosen = {id(node) for node in every}
-    every += [node for node, _ in checks if id(node) not in chosen]
-    bound = bind(every, target)
+    checks = _checks(roots, pending.checks)
+    along = _companions(roots, pending.nodes)
+    small = [node for node in along if _small(node)]
+    bound = bind(_with_checks([*roots, *small], checks), target)
     _check_fresh(bound)
     plan = choose(bound, purpose)
-    if not plan.split and live:
-        wide = _companions(roots, live, small=False)
-        if len(wide) > len(every) - len(roots) - len(checks):
-            every = [*roots, *wide]
-            chosen = {id(node) for node in every}
-            every += [node for node, _ in checks if id(node) not in chosen]
-            bound = bind(every, target)
+    if not plan.split and len(small) < len(along):
+        # Whole, everything that is held would be computed in eager too.
+        bound = bind(_with_checks([*roots, *along], checks), target)
     return bound, plan, checks
+
+
+def _with_checks(nodes: list[Node], checks: Sequence[Check]) -> list[Node]:
+    chosen = {id(node) for node in nodes}
+    return nodes + [node for node, _ in checks if id(node) not in chosen]
 
 
 def run_values(node: Node, live: Live) -> None:
