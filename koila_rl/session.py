@@ -15,9 +15,15 @@ from torch import Tensor
 from koila_rl.engine.gradients import Execution, RowSource
 from koila_rl.engine.program import Bound, bind, calls_behind
 from koila_rl.engine.replay import Effects, Randomness
-from koila_rl.errors import ConfigurationError, StaleValueError, UnsplitWarning
+from koila_rl.errors import (
+    ConfigurationError,
+    StaleValueError,
+    UnsplitWarning,
+    UnsupportedError,
+)
+from koila_rl.memory.budget import format_bytes
 from koila_rl.memory.choose import choose
-from koila_rl.memory.plan import Plan
+from koila_rl.memory.plan import Plan, Unsplit
 from koila_rl.recording.clock import stepped_since
 from koila_rl.recording.values import Call, Captured, Node, Source, moment
 
@@ -297,8 +303,10 @@ def run_graph(
 ) -> None:
     """Compute values with graphs that reach the tensors they were made from."""
     bound, plan, checks = _gather(list(nodes), live, None, "graph")
+    if plan.split and (whole or cuts):
+        plan = _whole_for_double_backward(bound, plan)
     _note(plan, bound)
-    if not plan.split or whole or cuts:
+    if not plan.split:
         with _checks_first(checks):
             results = run_whole(bound)
         for root, result in zip(bound.roots, results, strict=True):
@@ -319,8 +327,10 @@ def run_backward(
     if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     bound, plan, checks = _gather([node], live, node, "backward")
+    if plan.split and create_graph:
+        plan = _whole_for_double_backward(bound, plan)
     _note(plan, bound)
-    if not plan.split or create_graph:
+    if not plan.split:
         with _checks_first(checks):
             results = run_whole(bound)
         for root, result in zip(bound.roots, results, strict=True):
@@ -337,6 +347,24 @@ def run_backward(
         for root, result, attached in zip(bound.roots, results, same, strict=True):
             _settle(root, result, attached=attached or root is node)
     _verify_checks(checks)
+
+
+def _whole_for_double_backward(bound: Bound, plan: Plan) -> Plan:
+    """A graph of the gradients exists only where the whole minibatch runs at once."""
+    whole = choose(bound, "backward", whole=True)
+    if whole.budget_bytes is not None and whole.peak_bytes > whole.budget_bytes:
+        raise UnsupportedError(
+            "create_graph=True needs the graph of the whole minibatch, which takes "
+            f"{format_bytes(whole.peak_bytes)} of a budget of {format_bytes(whole.budget_bytes)}; "
+            "take the second derivative on a smaller minibatch, or raise limits(memory=...)"
+        )
+    detail = Unsplit(
+        "create_graph", "", "needs the graph of the whole minibatch",
+        "take the second derivative on a smaller minibatch",
+    )  # fmt: skip
+    return replace(
+        whole, unsplit=(*plan.unsplit, detail.name), unsplit_details=(*plan.unsplit_details, detail)
+    )
 
 
 def _differentiable_calls(node: Node) -> set[int]:

@@ -41,8 +41,8 @@ class _Peaks:
         return found  # type: ignore[no-any-return]
 
 
-def choose(bound: Bound, purpose: str) -> Plan:
-    """The plan of a bound program under the limits in force.
+def choose(bound: Bound, purpose: str, whole: bool = False) -> Plan:
+    """The plan of a bound program under the limits in force; ``whole`` forbids a split.
 
     Raises:
         InsufficientMemoryError: not even one sample fits; nothing has run.
@@ -52,11 +52,12 @@ def choose(bound: Bound, purpose: str) -> Plan:
     forms = input_forms(bound)
     device = next((form.device for form in forms), torch.device("cpu"))
     budget = _budget(limits.memory, device)
+    if whole:
+        return _plan(bound, _Peaks(bound, forms, purpose, 0), max(program.n, 1), budget, "", purpose)
     key = ("plan", forms, purpose, limits.microbatch, limits.memory)
     known = program.plans.get(key)
     if known is not None and (known.peak_bytes <= budget or limits.microbatch is not None):
-        whole = not known.split or known.budget_bytes == budget
-        if whole:
+        if not known.split or known.budget_bytes == budget:
             return known if known.budget_bytes == budget else replace(known, budget_bytes=budget)
     peaks = _Peaks(bound, forms, purpose, 0)
     if limits.microbatch is not None and program.n > 1:
