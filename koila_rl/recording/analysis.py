@@ -22,6 +22,7 @@ from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths
 from koila_rl.recording.rows import View
 from koila_rl.recording.rules import WHOLE, Use
 from koila_rl.recording.sizes import BatchInt
+from koila_rl.recording.steps import draws
 from koila_rl.recording.template import Const, Ref, fill, holes
 from koila_rl.recording.trace import LOCK, OpRecord, Trace, copied, fake_like, quiet_fakes, trace
 from koila_rl.recording.values import Meta, intern, scaled, second_size
@@ -156,9 +157,7 @@ def _describe(func: Any, template: Any, metas: list[Meta], first: _Traced, n: in
         steps=[],
         results=tuple(range(len(metas), len(metas) + len(outs))),
         n=n,
-        random=any(
-            torch.Tag.nondeterministic_seeded in record.func.tags for record in first.trace.records
-        ),
+        random=any(map(draws, first.trace.records)),
         aliases=[storages.get(x.untyped_storage()._cdata) for x in outs],
         same=[next((k for k, y in enumerate(first.leaves) if y is x), None) for x in outs],
         writes=tuple(k for cdata, k in storages.items() if cdata in written),

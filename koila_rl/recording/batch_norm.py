@@ -14,6 +14,7 @@ from torch import Tensor
 
 from koila_rl.recording.propagate import EFFECTS
 from koila_rl.recording.recorder import record
+from koila_rl.recording.tensor import LazyTensor
 
 __all__ = ["record_batch_norm"]
 
@@ -34,7 +35,26 @@ def record_batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if x.numel() == x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size "
                          f"{tuple(x.shape)}")  # fmt: skip
+    if isinstance(mean, LazyTensor) or isinstance(var, LazyTensor):
+        return _with_lazy_statistics(x, mean, var, weight, bias, momentum, eps)
     return record(TRAINING, (x, mean, var, weight, bias, momentum, eps), {})
+
+
+def _with_lazy_statistics(
+    x: Any, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float
+) -> Any:
+    """Statistics that are recorded values themselves: the call runs at once."""
+    def real(value: Any) -> Any:
+        return value._runtime.attached(value._node) if isinstance(value, LazyTensor) else value
+
+    lazy = mean if isinstance(mean, LazyTensor) else var
+    lazy._runtime.eager("batch_norm")
+    new_mean, new_var = (None if s is None else real(s).detach().clone() for s in (mean, var))
+    out = F.batch_norm(real(x), new_mean, new_var, real(weight), real(bias), True, momentum, eps)
+    with torch.no_grad():
+        mean.copy_(new_mean)
+        var.copy_(new_var)
+    return out
 
 
 class TrainingBatchNorm:

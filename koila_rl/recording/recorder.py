@@ -19,7 +19,7 @@ from koila_rl.recording.clock import optimizer_steps
 from koila_rl.recording.parts import parts_of
 from koila_rl.recording.template import Slots, fill, flatten, key_of
 from koila_rl.recording.tensor import LazyTensor, untouched
-from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of
+from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of, seeded_since
 from koila_rl.recording.writes import ViewStep, group_of, record_write, write_at_once
 
 __all__ = ["analyses", "record", "run_eagerly"]
@@ -57,6 +57,9 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hole = next(k for k, x in enumerate(slots.tensors) if x is target)
             return write_at_once(func, template, slots, (hole,), n)
         return run_eagerly(func, template, slots, lazies[0], str(reason))
+    if info.random and seeded_since():
+        # Numbers of a seed set meanwhile are those that the call draws now, whole.
+        return run_eagerly(func, template, slots, lazies[0], "draws from a seed set meanwhile")
     if info.writes:
         if any(not isinstance(slots.tensors[k], LazyTensor) for k in info.writes):
             return run_eagerly(func, template, slots, lazies[0], "")
@@ -148,7 +151,10 @@ def _analysis(
 ) -> CallInfo:
     global _count
     autocast = _autocast_state()
-    key = (func, key_of(template), tuple(map(id, metas)), n, torch.is_grad_enabled(), autocast)
+    kinds = tuple(_kind(x) for x in consts if isinstance(x, float))
+    key = (
+        func, key_of(template), tuple(map(id, metas)), n, torch.is_grad_enabled(), autocast, kinds,
+    )  # fmt: skip
     try:
         known = _KNOWN.get(key)
     except TypeError:
@@ -179,6 +185,13 @@ def _analysis(
     # Keys hold ids: keep what they name alive as long as the entry.
     info.keep = (metas, consts, func)
     return info
+
+
+def _kind(x: float) -> Any:
+    """What about a number may change the course of a call: dropout at 0, a norm at 2 or inf."""
+    if x in (0.0, 1.0, 2.0) or x - x != 0:
+        return repr(x)
+    return x < 0
 
 
 def _autocast_state() -> Any:

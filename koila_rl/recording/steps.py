@@ -14,7 +14,7 @@ from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.template import Ref
 from koila_rl.recording.trace import OpRecord
 
-__all__ = ["EFFECTS", "CannotExplode", "Step", "functional", "paths_of", "template_of"]
+__all__ = ["EFFECTS", "CannotExplode", "Step", "draws", "functional", "paths_of", "template_of"]
 
 # Operators that stand for a write outside the program, and what the engine runs for them.
 EFFECTS: dict[Any, Any] = {}
@@ -68,6 +68,15 @@ def paths_of(tree: Any) -> list[tuple[Any, ...]]:
     for key, item in items:
         found += [(key, *rest) for rest in paths_of(item)]
     return found
+
+
+def draws(record: OpRecord) -> bool:
+    """Whether an operator takes random numbers; attention without dropout takes none."""
+    if torch.Tag.nondeterministic_seeded not in record.func.tags:
+        return False
+    names = [argument.name for argument in record.func._schema.arguments]
+    given = dict(zip(names, record.args, strict=False)) | record.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def functional(func: Any) -> Any:

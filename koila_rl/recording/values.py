@@ -18,7 +18,7 @@ from koila_rl.recording.layouts import Layout
 if TYPE_CHECKING:
     from koila_rl.recording.analysis import CallInfo
 
-__all__ = ["Call", "CallState", "Captured", "Meta", "Node", "Rows", "Source", "meta_of", "moment",
+__all__ = ["Call", "CallState", "Captured", "Meta", "Node", "Rows", "Source", "meta_of", "moment", "seeded_since",
            "second_size"]  # fmt: skip
 
 
@@ -116,6 +116,17 @@ def moment() -> int:
     return next(_sequence)
 
 
+class _Seed:
+    """The seed in force when a minibatch was last wrapped."""
+
+    value = 0
+
+
+def seeded_since() -> bool:
+    """Whether somebody has set a seed since a minibatch was last wrapped."""
+    return torch.initial_seed() != _Seed.value
+
+
 class Source:
     """A wrapped minibatch: a real tensor, or rows that are read on demand."""
 
@@ -126,6 +137,7 @@ class Source:
         self.rows = rows
         self.meta = meta
         self.sequence = next(_sequence)
+        _Seed.value = torch.initial_seed()
         self.version = data._version if data is not None and not data.is_inference() else 0
         self.pointer = data.data_ptr() if data is not None else 0
 
