@@ -118,7 +118,8 @@ def update(policy: Policy, rollout: koila_rl.RolloutBuffer, memory: str) -> tupl
     """Seconds, tracked peak and growth of resident memory of one update of the whole rollout."""
     policy.zero_grad()
     start = time.perf_counter()
-    with koila_rl.limits(memory=memory), Resident() as growth, StorageTracker() as tracked:
+    tracker = StorageTracker(follow_fake=False)
+    with koila_rl.limits(memory=memory), Resident() as growth, tracker as tracked:
         (part,) = rollout.minibatches(rollout.n_steps * N_ENVS)
         loss(policy, part).backward()
     return time.perf_counter() - start, tracked.peak_bytes, growth.growth

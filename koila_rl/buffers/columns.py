@@ -104,6 +104,7 @@ class TransitionColumns:
                     label, (options.capacity, *shape), dtype
                 )
                 self.views[key] = StoredView(self.stored[key], last=key[0] == "next")
+        self.plain = options.n_steps == 1 and not self._stacks
         if options.n_steps > 1:
             column = self.stored[_REWARD]
             view = RewardView(column, ring, options.gamma, options.n_steps)

@@ -228,7 +228,13 @@ class ReplayBuffer:
 
     def __getitem__(self, index: _Positions) -> TensorDict:
         """Transitions by position, 0 the oldest, as plain tensors; an int gives a single one."""
-        rows = self._ring.valid_rows()[_plain(index)]
+        if self._columns is None:
+            raise StorageError("the buffer is empty")
+        rows: Any
+        if isinstance(index, (int, np.integer)) and not self._ring.skipped:
+            rows = range(self._ring.first, self._ring.total)[index]
+        else:
+            rows = self._ring.valid_rows()[_plain(index)]
         found = self._minibatch(np.atleast_1d(rows), lazy=False)
         return found[0] if np.ndim(rows) == 0 else found
 
@@ -316,7 +322,9 @@ class ReplayBuffer:
             return ring.valid_rows()[drawn] if ring.skipped else drawn + ring.first
         if ring.skipped * 2 > ring.held:
             return ring.valid_rows()[self._uniform.draw(n, size, self._generator)]
-        rows = self._uniform.draw(ring.held, size, self._generator) + ring.first
+        rows = self._uniform.draw(ring.held, size, self._generator)
+        if ring.first:
+            rows += ring.first
         while ring.skipped and (bad := (ring.flags(rows) & SKIPPED) != 0).any():
             again = self._uniform.draw(ring.held, int(bad.sum()), self._generator)
             rows[bad] = again + ring.first
@@ -327,10 +335,17 @@ class ReplayBuffer:
     ) -> TensorDict:
         extra: dict[Key, Tensor] = {(label,): value for label, value in known.items()}
         if not lazy and self.device is None and not self._transforms:
-            sample = self._sample_of(rows)
-            gathered = {key: sample.gather(key, 0, len(rows)) for key in sample.views}
-            return nest({**gathered, **extra}, torch.Size([len(rows)]))
+            return nest({**self._gather(rows), **extra}, torch.Size([len(rows)]))
         return minibatch(self._rows_of(rows), len(rows), extra, lazy=lazy)
+
+    def _gather(self, rows: Index) -> dict[Key, Tensor]:
+        assert self._columns is not None
+        if self._columns.plain and rows.ndim == 1:
+            # Nothing but stored rows: no need of a sample that could outlive them.
+            slots = rows % self.capacity if self._ring.total > self.capacity else rows
+            return {key: column.take(slots) for key, column in self._columns.stored.items()}
+        sample = self._sample_of(rows)
+        return {key: sample.gather(key, 0, len(rows)) for key in sample.views}
 
     def _sample_of(self, rows: Index) -> Sample:
         assert self._columns is not None

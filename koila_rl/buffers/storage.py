@@ -7,8 +7,6 @@ indexed torch call.
 
 from __future__ import annotations
 
-import functools
-import math
 import mmap
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,10 +17,11 @@ import torch
 from torch import Tensor
 
 from koila_rl.buffers.allocation import check_allocation
+from koila_rl.buffers.gathering import take
 from koila_rl.buffers.mapping import MappedFile, MappedFolder
 from koila_rl.errors import ConfigurationError
 
-__all__ = ["Flags", "Index", "Place", "Storage", "Stored", "take", "to_numpy"]
+__all__ = ["Flags", "Index", "Place", "Storage", "Stored", "to_numpy"]
 
 Place: TypeAlias = Literal["ram", "pinned", "device", "memmap"] | Path
 Index: TypeAlias = "npt.NDArray[np.int64]"
@@ -47,7 +46,6 @@ _KNOWN_TO_NUMPY = {
     torch.complex64,
     torch.complex128,
 }
-_SEEN_FROM = 4096
 # Pages read from a file count as resident; they are let go after this many gathered bytes.
 _RELEASE_AFTER = 32 * 2**20
 
@@ -59,23 +57,6 @@ def to_numpy(value: Tensor) -> AnyArray:
     if value.dtype not in _KNOWN_TO_NUMPY:
         value = value.contiguous().view(_CARRIERS[value.element_size()])
     return (value if value.device.type == "cpu" else value.cpu()).numpy()
-
-
-def take(array: AnyArray, index: Index, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows ``index`` of an array as a new tensor, of ``dtype`` where NumPy only carries it."""
-    size = array.itemsize * index.size * math.prod(array.shape[1:])
-    if size < _SEEN_FROM:
-        taken = torch.from_numpy(array.take(index, axis=0))
-    else:
-        # Memory that torch allocates is what a simulated device and the planner's checks see.
-        taken = torch.empty((*index.shape, *array.shape[1:]), dtype=_torch_dtype(array.dtype))
-        array.take(index, axis=0, out=taken.numpy(), mode="clip")
-    return taken if dtype is None else taken.view(dtype)
-
-
-@functools.cache
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 class Stored:
@@ -99,7 +80,10 @@ class Stored:
         if self.array is None:
             rows = torch.from_numpy(index).to(self.tensor.device)
             return self.tensor.index_select(0, rows)
-        taken = take(self.array, index, self.tensor.dtype if self.carried else None)
+        if size < 4096 and not self.carried:
+            taken = torch.from_numpy(self.array.take(index, axis=0))
+        else:
+            taken = take(self.array, index, self.tensor.dtype if self.carried else None)
         if self._mapping is not None:
             self._taken += size
             if self._taken > _RELEASE_AFTER:

@@ -25,9 +25,9 @@ from stable_baselines3.common.type_aliases import (
 from torch import Tensor
 
 from koila_rl.buffers.delivery import worker_is_done
+from koila_rl.buffers.gathering import take
 from koila_rl.buffers.rows import ColumnRows
 from koila_rl.buffers.sample import Kept
-from koila_rl.buffers.storage import take
 from koila_rl.errors import ConfigurationError
 from koila_rl.wrapping import lazy, lazy_rows
 

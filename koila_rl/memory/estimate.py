@@ -17,6 +17,7 @@ from torch import Tensor
 from koila_rl.engine.gradients import Execution, RowSource, microbatches
 from koila_rl.engine.program import Bound, Program
 from koila_rl.memory.tracking import LiveCall, StorageTracker
+from koila_rl.recording.layouts import Layout
 from koila_rl.recording.trace import LOCK, fakes, quiet_fakes
 from koila_rl.recording.values import Captured, Meta, Node, Source
 
@@ -81,6 +82,7 @@ class _FakeRows(RowSource):
         assert form.rows is not None
         self.dim = form.rows
         self.n = form.shape[form.rows]
+        self.layout = Layout(self.dim) if self.n > 1 else None
 
     def slice(self, start: int, stop: int) -> Tensor:
         shape = list(self.form.shape)
