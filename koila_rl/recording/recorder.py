@@ -17,7 +17,7 @@ from koila_rl.recording.analysis import (
 )
 from koila_rl.recording.clock import optimizer_steps
 from koila_rl.recording.parts import parts_of
-from koila_rl.recording.template import Slots, fill, flatten, key_of
+from koila_rl.recording.template import Slots, fill, flatten, key_of, settled
 from koila_rl.recording.tensor import LazyTensor, untouched
 from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of, seeded_since
 from koila_rl.recording.writes import ViewStep, group_of, record_write, write_at_once
@@ -48,6 +48,8 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = fill(template, real, slots.consts, _minibatch(lazies))
         return func(*args, **kwargs)
     n = _minibatch(lazies)
+    if any(base not in (0, n) for base in slots.bases):
+        template = settled(template, n)
     metas = [_meta_in(x, n) for x in slots.tensors]
     try:
         info = _analysis(func, template, metas, slots.consts, n)

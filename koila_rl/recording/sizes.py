@@ -15,15 +15,22 @@ __all__ = ["BatchInt", "batch_shape"]
 
 
 class BatchInt(int):
-    """An integer that is a function of the minibatch size: ``value(N)``."""
+    """An integer that is a function of the minibatch size: ``value(N)``.
+
+    ``base`` is that N: a program may have minibatches of several sizes. 0 fits any.
+    """
 
     value: Callable[[int], int]
     code: str
+    base: int
 
-    def __new__(cls, number: int, value: Callable[[int], int], code: str) -> BatchInt:
+    def __new__(
+        cls, number: int, value: Callable[[int], int], code: str, base: int = 0
+    ) -> BatchInt:
         self = super().__new__(cls, number)
         self.value = value
         self.code = code
+        self.base = base
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -40,6 +47,9 @@ def _arithmetic(name: str, symbol: str, reflected: bool) -> Callable[[BatchInt, 
         if not isinstance(other, int) or isinstance(other, bool):
             plain = int(self)
             return compute(other, plain) if reflected else compute(plain, other)
+        if isinstance(other, BatchInt) and other.base != self.base:
+            # Of two minibatches: a plain number.
+            return compute(int(other), int(self)) if reflected else compute(int(self), int(other))
         mine = self.value
         theirs = other.value if isinstance(other, BatchInt) else None
         text = other.code if isinstance(other, BatchInt) else repr(int(other))
@@ -52,7 +62,7 @@ def _arithmetic(name: str, symbol: str, reflected: bool) -> Callable[[BatchInt, 
 
         number = compute(fixed, int(self)) if reflected else compute(int(self), fixed)
         left, right = (text, self.code) if reflected else (self.code, text)
-        return BatchInt(number, value, f"({left}{symbol}{right})")
+        return BatchInt(number, value, f"({left}{symbol}{right})", self.base)
 
     return method
 
@@ -70,7 +80,7 @@ for _name, _symbol in (
 
 def _negative(self: BatchInt) -> BatchInt:
     mine = self.value
-    return BatchInt(-int(self), lambda n: -mine(n), f"(-{self.code})")
+    return BatchInt(-int(self), lambda n: -mine(n), f"(-{self.code})", self.base)
 
 
 BatchInt.__neg__ = _negative  # type: ignore[assignment,method-assign]
@@ -79,5 +89,5 @@ BatchInt.__neg__ = _negative  # type: ignore[assignment,method-assign]
 def batch_shape(n: int, factor: int = 1) -> BatchInt:
     """The size ``factor * N`` of a batched dimension."""
     if factor == 1:
-        return BatchInt(n, lambda size: size, "n")
-    return BatchInt(factor * n, lambda size: factor * size, f"({factor}*n)")
+        return BatchInt(n, lambda size: size, "n", n)
+    return BatchInt(factor * n, lambda size: factor * size, f"({factor}*n)", n)

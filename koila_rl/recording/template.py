@@ -26,6 +26,7 @@ __all__ = [
     "integers",
     "key_of",
     "replace_integers",
+    "settled",
 ]
 
 
@@ -46,10 +47,14 @@ class Const:
 
 @dataclass(slots=True)
 class Slots:
-    """What fills the holes of a template: tensors in order of appearance, and constants."""
+    """What fills the holes of a template: tensors in order of appearance, and constants.
+
+    ``bases`` are the minibatch sizes that sizes among the arguments belong to.
+    """
 
     tensors: list[Any]
     consts: list[Any]
+    bases: tuple[int, ...] = ()
 
 
 _PLAIN = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout,
@@ -68,7 +73,10 @@ def flatten(tree: Any, slots: Slots, seen: dict[int, int]) -> Any:
     if kind is float:
         slots.consts.append(tree)
         return Const(len(slots.consts) - 1, float)
-    if kind in _PLAIN or isinstance(tree, BatchInt):
+    if kind in _PLAIN:
+        return tree
+    if kind is BatchInt:
+        slots.bases = (*slots.bases, tree.base)
         return tree
     if kind is tuple or kind is list or kind is torch.Size:
         items = [flatten(item, slots, seen) for item in tree]
@@ -141,6 +149,20 @@ def key_of(template: Any) -> Any:
     if isinstance(template, tuple):
         return (kind, *[key_of(item) for item in template])
     return (kind, template)
+
+
+def settled(template: Any, n: int) -> Any:
+    """The template with sizes of another minibatch than that of n samples as plain numbers."""
+    kind = type(template)
+    if kind is BatchInt:
+        return template if template.base in (0, n) else int(template)
+    if kind is tuple or kind is list:
+        return kind(settled(item, n) for item in template)
+    if kind is dict:
+        return {name: settled(item, n) for name, item in template.items()}
+    if kind is slice:
+        return slice(*(settled(x, n) for x in _parts(template)))
+    return template
 
 
 def integers(template: Any) -> list[int]:
