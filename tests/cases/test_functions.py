@@ -124,7 +124,7 @@ def test_an_operator_without_a_rule_runs_whole_and_is_named(unknown_operator: An
 
 
 def test_an_unsplit_call_is_told_once_a_program(unknown_operator: Any) -> None:
-    layer = nn.Linear(3, 2)
+    layer = nn.Linear(3, 5)
     with warnings.catch_warnings(record=True) as caught, koila_rl.limits(microbatch=3):
         warnings.simplefilter("always")
         for _ in range(3):

@@ -117,7 +117,7 @@ QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=QUIET)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=QUIET)
 @given(program=steps)
 def test_a_random_program_is_as_eager(dim: int, program: list[Step]) -> None:
     assume(judge(program, dim))
