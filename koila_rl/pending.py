@@ -60,7 +60,7 @@ class Pending:
                 if node.value is None:
                     found[id(node)] = node
         local.live = kept
-        checks = [(node, message) for ref, message in local.checks if (node := ref()) is not None]
+        checks = [(x, message) for ref, message in local.checks if (x := ref()) is not None]
         return session.Live(list(found.values()), checks)
 
     def value(self, node: Node) -> Tensor:
@@ -133,7 +133,9 @@ class Pending:
                    and isinstance(x._node.call, Call)]  # fmt: skip
         if pending:
             inner = [x for x in inputs if isinstance(x, LazyTensor) and x._node in pending]
-            session.run_graph(pending, session.Live(), whole=bool(options.get("create_graph")), cuts=inner)
+            session.run_graph(
+                pending, session.Live(), whole=bool(options.get("create_graph")), cuts=inner
+            )
         real = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in outputs]
         leaves = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in inputs]
         rest = {k: v for k, v in options.items() if k not in ("outputs", "inputs")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from koila_rl.engine.binding import bind, calls_behind
 from koila_rl.engine.gradients import Execution, RowSource
-from koila_rl.engine.program import Bound, bind, calls_behind
+from koila_rl.engine.program import Bound
 from koila_rl.engine.replay import Effects, Randomness
 from koila_rl.errors import (
     ConfigurationError,
@@ -73,8 +74,11 @@ def note_eager(name: str) -> None:
     """A call that had to see values ran on the whole minibatch, outside any program."""
     _local.eager = [*_local.eager[-63:], (name, moment())]
     _local.plan = Plan(0, (), None, 0, unsplit=(name,))
-    _warn((name,), f"{name} looks at values or draws from a seed set meanwhile, so it ran "
-          "at once on the whole minibatch")
+    _warn(
+        (name,),
+        f"{name} looks at values or draws from a seed set meanwhile, so it ran "
+        "at once on the whole minibatch",
+    )
 
 
 def _warn(key: tuple[str, ...], message: str) -> None:
@@ -132,8 +136,8 @@ def _companions(roots: Sequence[Node], live: Sequence[Node]) -> list[Node]:
             if id(top) in leads:
                 stack.pop()
                 continue
-            older = [x.call for x in top.inputs
-                     if isinstance(x, Node) and x.attached is None and isinstance(x.call, Call)]  # fmt: skip
+            nodes = [x for x in top.inputs if isinstance(x, Node) and x.attached is None]
+            older = [x.call for x in nodes if isinstance(x.call, Call)]
             waiting = [x for x in older if id(x) not in leads]
             if waiting:
                 stack.extend(waiting)
@@ -175,13 +179,17 @@ def _check_fresh(bound: Bound) -> None:
         if isinstance(source, Source) and item.attached is None:
             if source.rows is not None and source.data is None:
                 source.rows.check()
-            elif source.data is not None and source.pointer and (
-                (not source.data.is_inference() and source.data._version != source.version)
-                or source.data.data_ptr() != source.pointer
+            elif (
+                source.data is not None
+                and source.pointer
+                and (
+                    (not source.data.is_inference() and source.data._version != source.version)
+                    or source.data.data_ptr() != source.pointer
+                )
             ):
                 raise StaleValueError(
-                    f"the wrapped tensor of shape {tuple(source.data.shape)} changed in place after "
-                    "koila_rl.lazy() took it and before the recorded program ran. Change a copy, "
+                    f"the wrapped tensor of shape {tuple(source.data.shape)} changed in place "
+                    "after koila_rl.lazy() took it and before the recorded program ran. Change a copy, "
                     "or run the program first."
                 )
 
@@ -320,9 +328,7 @@ def run_graph(
     _verify_checks(checks)
 
 
-def run_backward(
-    node: Node, gradient: Tensor | None, create_graph: bool, live: Live
-) -> None:
+def run_backward(node: Node, gradient: Tensor | None, create_graph: bool, live: Live) -> None:
     """Run the program of a loss for the backward that follows at once."""
     if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -372,8 +378,6 @@ def _differentiable_calls(node: Node) -> set[int]:
         return set()
     return {id(call) for call in calls_behind([node])
             if call.grad and any(meta.requires_grad for meta in call.info.metas)}  # fmt: skip
-
-
 
 
 def plan(loss: Tensor) -> Plan:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from koila_rl.engine.binding import bind
 from koila_rl.engine.gradients import Execution
-from koila_rl.engine.program import Bound, bind
+from koila_rl.engine.program import Bound
 from koila_rl.errors import ConfigurationError
 from koila_rl.memory.limits import current_limits
 from koila_rl.recording.tensor import LazyTensor
@@ -57,7 +58,9 @@ class Verification:
             f"gradients to {self.worst:.1e}"
         ]
         if self.random:
-            lines.append("  random calls draw other numbers under a split; deviations show that too")
+            lines.append(
+                "  random calls draw other numbers under a split; deviations show that too"
+            )
         width = max((len(item.name) for item in self.deviations), default=0)
         lines += [
             f"  {item.name:<{width}}  {tuple(item.shape)!s:<18}  {item.relative:.1e}"

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from koila_rl.errors import BatchSizeError, ConfigurationError
 from koila_rl.pending import PENDING
-from koila_rl.recording import entrypoints
-from koila_rl.recording import handlers as _handlers  # noqa: F401  (registers itself)
 from koila_rl.recording import (  # noqa: F401
+    entrypoints,
     rules_explicit,
     rules_index,
     rules_linear,
     rules_reduce,
     rules_views,
 )
+from koila_rl.recording import handlers as _handlers  # noqa: F401  (registers itself)
 from koila_rl.recording.layouts import Layout
 from koila_rl.recording.tensor import LazyTensor
 from koila_rl.recording.values import Meta, Node, Rows, Source, intern, meta_of, scaled, second_size
@@ -94,11 +94,11 @@ def lazy_rows(rows: Rows) -> LazyTensor:
     stride = tuple(torch.empty(shape, device="meta").stride())
     n = shape[rows.dim]
     layout = Layout(rows.dim) if n > 1 else None
-    shape2, stride2 = (
-        scaled(shape, stride, rows.dim, second_size(n)) if layout else (shape, stride)
-    )
+    shape2, stride2 = scaled(shape, stride, rows.dim, second_size(n)) if layout else (shape, stride)
     meta = intern(
-        Meta(shape, stride, rows.dtype, torch.device(rows.device), False, layout, n, shape2, stride2)
+        Meta(
+            shape, stride, rows.dtype, torch.device(rows.device), False, layout, n, shape2, stride2
+        )
     )
     return LazyTensor(Node(Source(None, rows, meta), 0, meta), PENDING)
 

@@ -113,9 +113,9 @@ def schedule(
             elif value.producer is not None and steps[value.producer].level < step.level:
                 joined.add(v)
     for number, step in enumerate(steps):
-        if step.step.kind == "global" and number not in mixing:
-            if any(values[v].source and values[v].layout is not None for v, _ in step.operands):
-                mixing.append(number)
+        sources = any(values[v].source and values[v].layout for v, _ in step.operands)
+        if step.step.kind == "global" and number not in mixing and sources:
+            mixing.append(number)
     # Steps that only hand a value through compute nothing on the whole minibatch.
     mixing = [k for k in mixing if not getattr(steps[k].step.func, "cheap", False)]
     return Schedule(list(steps), values, joined, last, mixing)
@@ -201,8 +201,7 @@ def _latest(
             value = values[v]
             if value.producer is None:
                 continue
-            producer = steps[value.producer]
-            whole = producer.step.kind == "global"
+            whole = steps[value.producer].step.kind == "global"
             limit = step.level if whole or direct(value, use, step.n) else step.level - 1
             bound[value.producer] = min(bound[value.producer], limit)
 

@@ -91,9 +91,7 @@ class Execution:
         standins = {v: x.requires_grad_() for v, x in self.standins().items()}
         inputs = [standins.get(v, self.env.get(v)) for v in tail.inputs]
         with torch.enable_grad():
-            (target,) = tail.body(
-                0, self.consts, self.randomness(0, -1), self.effects, *inputs
-            )
+            (target,) = tail.body(0, self.consts, self.randomness(0, -1), self.effects, *inputs)
             if not target.requires_grad:
                 return {}
             found = torch.autograd.grad(
@@ -129,9 +127,7 @@ class Execution:
         inputs = sorted({v for s in steps for v, _ in s.operands} - made)
         values = [self.whole(v) for v in inputs]
         with torch.set_grad_enabled(grad):
-            results = body(
-                0, self.consts, self.randomness(0, -level - 1), self.effects, *values
-            )
+            results = body(0, self.consts, self.randomness(0, -level - 1), self.effects, *values)
         self.env.update(zip(sorted(made), results, strict=True))
 
     def whole(self, v: int) -> Any:
@@ -144,7 +140,7 @@ class Execution:
         """Run one stage; ``known`` gradients of its sums let forward and backward be one pass."""
         run = StageRun(self, stage)
         if grad and run.differentiable:
-            outputs = StageFunction.apply(run, known, *run.inputs)
+            outputs: Any = _apply_stage(run, known, *run.inputs)
         else:
             with torch.no_grad():
                 outputs = run.forward()
@@ -215,16 +211,16 @@ class StageRun:
 
     def body(self, start: int, stop: int, rows: Sequence[Any], wholes: Sequence[Any]) -> Any:
         randomness = self.effects if self.dry else Randomness(self.states, start, stop)
-        return self.stage.body(
-            stop - start, self.consts, randomness, self.effects, *rows, *wholes
-        )
+        return self.stage.body(stop - start, self.consts, randomness, self.effects, *rows, *wholes)
 
     def forward(self) -> tuple[Tensor, ...]:
         """All microbatches without gradients."""
         total = Totals(self.stage)
         with torch.no_grad():
             for start, stop in self.places:
-                total.add(self.body(start, stop, self.slices(start, stop), self.wholes), start, stop)
+                total.add(
+                    self.body(start, stop, self.slices(start, stop), self.wholes), start, stop
+                )
             return total.finish()
 
     def backward(
@@ -282,7 +278,7 @@ class StageRun:
     ) -> None:
         """Put the gradients of row inputs to their places in whole gradients."""
         for number, (k, leaf) in enumerate(zip(self.row_inputs, leaves, strict=True)):
-            x, layout, prefix = self.rows[k]
+            x, layout, _ = self.rows[k]
             grad, leaf.grad = leaf.grad, None
             if grad is None:
                 continue
@@ -340,7 +336,8 @@ def _empty_whole(rows: Tensor, layout: Layout, n: int) -> Tensor:
     """Room for all rows, in the memory order of one microbatch."""
     shape = list(rows.shape)
     shape[layout.dim] = layout.factor * n
-    order = sorted(range(rows.ndim), key=lambda d: (-rows.stride(d), d))
+    strides = rows.stride()
+    order = sorted(range(rows.ndim), key=lambda d: (-strides[d], d))
     return torch.empty_permuted(shape, order, dtype=rows.dtype, device=rows.device)
 
 
@@ -366,7 +363,7 @@ class StageFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # PyTorch's own checks: changed in place, or freed already
         found = ctx.found
@@ -375,6 +372,10 @@ class StageFunction(torch.autograd.Function):
         else:
             found = ctx.run.backward(grads)
         return (None, None, *_hand_over(found))
+
+
+# PyTorch's stubs leave ``apply`` untyped.
+_apply_stage: Any = StageFunction.apply
 
 
 def _hand_over(found: list[Any]) -> list[Any]:

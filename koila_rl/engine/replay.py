@@ -101,11 +101,13 @@ class _Writer:
     def render(self, template: Any, refs: Sequence[str], offset: int) -> str:
         kind = type(template)
         if kind is Ref:
-            return refs[template.k]
+            ref: str = refs[template.k]
+            return ref
         if kind is Const:
             return f"c[{offset + template.k}]"
         if kind is BatchInt:
-            return str(template.code)
+            code: str = template.code
+            return code
         if kind is list:
             return "[" + ", ".join(self.render(x, refs, offset) for x in template) + "]"
         if kind is tuple:

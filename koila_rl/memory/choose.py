@@ -33,12 +33,12 @@ class _Peaks:
     def at(self, size: int) -> Estimate:
         known = self.bound.program.plans
         key = ("peak", self.forms, self.purpose, self.target, min(size, self.bound.program.n))
-        found = known.get(key)
+        found: Estimate | None = known.get(key)
         if found is None:
             found = known[key] = estimate(
                 self.bound.program, self.forms, self.bound.consts, size, self.purpose, self.target
             )
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 def choose(bound: Bound, purpose: str, whole: bool = False) -> Plan:
@@ -53,12 +53,14 @@ def choose(bound: Bound, purpose: str, whole: bool = False) -> Plan:
     device = next((form.device for form in forms), torch.device("cpu"))
     budget = _budget(limits.memory, device)
     if whole:
-        return _plan(bound, _Peaks(bound, forms, purpose, 0), max(program.n, 1), budget, "", purpose)
+        return _plan(
+            bound, _Peaks(bound, forms, purpose, 0), max(program.n, 1), budget, "", purpose
+        )
     key = ("plan", forms, purpose, limits.microbatch, limits.memory)
-    known = program.plans.get(key)
-    if known is not None and (known.peak_bytes <= budget or limits.microbatch is not None):
-        if not known.split or known.budget_bytes == budget:
-            return known if known.budget_bytes == budget else replace(known, budget_bytes=budget)
+    known: Plan | None = program.plans.get(key)
+    holds = known is not None and (known.peak_bytes <= budget or limits.microbatch is not None)
+    if known is not None and holds and (not known.split or known.budget_bytes == budget):
+        return replace(known, budget_bytes=budget)
     peaks = _Peaks(bound, forms, purpose, 0)
     if limits.microbatch is not None and program.n > 1:
         size, reason = min(program.n, limits.microbatch), "limits(microbatch) says so"
@@ -121,9 +123,7 @@ def _friendly(fit: int, n: int) -> int:
     return eight if eight <= fit else even
 
 
-def _insufficient(
-    found: Estimate, budget: int, n: int, bound: Bound
-) -> InsufficientMemoryError:
+def _insufficient(found: Estimate, budget: int, n: int, bound: Bound) -> InsufficientMemoryError:
     what = "the whole minibatch" if n == 1 or not any(bound.program.stages) else "one sample"
     calls = ", ".join(f"{call.name} {format_bytes(call.nbytes)}" for call in found.calls[:4])
     held = unsplit_details(bound)
@@ -137,9 +137,7 @@ def _insufficient(
     )
 
 
-def _plan(
-    bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, purpose: str
-) -> Plan:
+def _plan(bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, purpose: str) -> Plan:
     program = bound.program
     n = max(program.n, 1)
     count = -(-n // size)

@@ -129,9 +129,8 @@ def estimate(
 ) -> Estimate:  # fmt: skip
     """The peak of a run in microbatches of ``size``; N or more is the whole minibatch.
 
-    Args:
-        purpose: "backward" from root ``target``; "value" and "graph" of all roots, with the
-            backward that may follow.
+    ``purpose`` is "backward" from root ``target``, or "value" or "graph" of all roots, with the
+    backward that may follow.
     """
     with LOCK, quiet_fakes(), fakes(), torch.enable_grad():
         tensors = [_fake(form) for form in forms]

@@ -39,8 +39,8 @@ def _changed(base: Limits, **settings: Any) -> Limits:
     whole = isinstance(microbatch, int) and not isinstance(microbatch, bool)
     if microbatch is not None and not (whole and microbatch >= 1):
         raise ConfigurationError(
-            f"microbatch must be a whole number of samples, at least 1, got {microbatch!r}; leave it out to let the "
-            "planner choose"
+            f"microbatch must be a whole number of samples, at least 1, got {microbatch!r}; "
+            "leave it out to let the planner choose"
         )
     memory = given.get("memory")
     if isinstance(memory, str) or (memory is not None and not isinstance(memory, float)):

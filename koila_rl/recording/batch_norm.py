@@ -6,6 +6,7 @@ variance, of deviations from the mean, another; both are exact for the minibatch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def _with_lazy_statistics(
     x: Any, mean: Any, var: Any, weight: Any, bias: Any, momentum: float, eps: float
 ) -> Any:
     """Statistics that are recorded values themselves: the call runs at once."""
+
     def real(value: Any) -> Any:
         return value._runtime.attached(value._node) if isinstance(value, LazyTensor) else value
 
@@ -103,7 +105,7 @@ _LIBRARY.define(
 
 def _update(
     mean: Tensor, variance: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float, correction: float, first: bool = True,
+    momentum: float, correction: float, first: bool,
 ) -> Tensor:  # fmt: skip
     if first:
         with torch.no_grad():
@@ -123,7 +125,8 @@ class UpdateStatistics:
     effect = True
 
     def __call__(self, *args: Any, first: bool) -> Tensor:
-        return _update(*args, first=first)
+        write: Callable[..., Tensor] = _update
+        return write(*args, first)
 
 
 EFFECTS[_OPERATOR] = UpdateStatistics()
@@ -136,4 +139,3 @@ def update_statistics(
     """Mark the place of the update; the operator itself does nothing."""
     correction = count / max(count - 1, 1)
     _OPERATOR(mean.detach(), variance.detach(), running_mean, running_var, momentum, correction)
-

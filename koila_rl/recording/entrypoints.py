@@ -131,4 +131,3 @@ def uninstall() -> None:
     """Put PyTorch's own code back."""
     _apply.__code__ = _original_code
     torch.autograd.backward = _original_backward
-

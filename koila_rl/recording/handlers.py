@@ -40,6 +40,10 @@ def _attribute(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
+def _setter(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
 def _pass_through(function: Any) -> None:
     def ask(args: Args, kwargs: Kwargs) -> Any:
         with untouched():
@@ -154,7 +158,7 @@ def _grad(args: Args, kwargs: Kwargs) -> Any:
     return getattr(args[0], "_retained", {}).get("grad")
 
 
-@handles(Tensor.grad.__set__)
+@handles(_setter("grad"))
 def _set_grad(args: Args, kwargs: Kwargs) -> None:
     node = args[0]._node
     if isinstance(node.call, Source) and node.call.data is not None:
@@ -171,7 +175,7 @@ def _set_requires_grad(args: Args, kwargs: Kwargs) -> Any:
     return tensor
 
 
-@handles(Tensor.requires_grad.__set__)
+@handles(_setter("requires_grad"))
 def _assign_requires_grad(args: Args, kwargs: Kwargs) -> None:
     _set_requires_grad(args, kwargs)
 
@@ -181,7 +185,7 @@ def _data(args: Args, kwargs: Kwargs) -> Any:
     return record(Tensor.detach, (args[0],), {})
 
 
-@handles(Tensor.data.__set__)
+@handles(_setter("data"))
 def _set_data(args: Args, kwargs: Kwargs) -> None:
     target, value = args
     if isinstance(target, LazyTensor):
@@ -203,11 +207,11 @@ def _force(function: Any) -> Any:
 
 for _name in ("item", "tolist", "__int__", "__float__", "__index__", "__complex__",
               "__array__", "__contains__", "__format__", "data_ptr", "untyped_storage",
-              "storage", "_typed_storage", "cpu_scalar", "__dlpack__", "__dlpack_device__"):  # fmt: skip
+              "storage", "_typed_storage", "__dlpack__", "__dlpack_device__"):  # fmt: skip
     if hasattr(Tensor, _name):
         HANDLERS[getattr(Tensor, _name)] = _force(getattr(Tensor, _name))
-for _function in (torch.equal, torch.allclose, torch.is_nonzero, torch.is_same_size):
-    HANDLERS[_function] = _force(_function)
+for _reader in (torch.equal, torch.allclose, torch.is_nonzero, torch.is_same_size):
+    HANDLERS[_reader] = _force(_reader)
 
 
 @handles(Tensor.numpy)
@@ -307,7 +311,10 @@ def _deepcopy(args: Args, kwargs: Kwargs) -> Any:
 def _backward(args: Args, kwargs: Kwargs) -> None:
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     options = dict(zip(names, args[1:], strict=False)) | kwargs
-    args[0]._runtime.backward(args[0]._node, **options)
+    args[0]._runtime.backward(
+        args[0]._node, options.get("gradient"), options.get("retain_graph"),
+        bool(options.get("create_graph")), options.get("inputs"),
+    )  # fmt: skip
 
 
 @handles(torch.autograd.grad)

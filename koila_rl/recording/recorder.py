@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if info.random and seeded_since():
         # Numbers of a seed set meanwhile are those that the call draws now, whole.
         return run_eagerly(func, template, slots, lazies[0], "draws from a seed set meanwhile")
+    if info.writes and any(same is None for same in info.same):
+        # It writes beside its result, as an embedding does that limits norms.
+        return write_at_once(func, template, slots, info.writes, n)
     if info.writes:
         if any(not isinstance(slots.tensors[k], LazyTensor) for k in info.writes):
             return run_eagerly(func, template, slots, lazies[0], "")
@@ -123,21 +127,15 @@ def _meta_in(x: Tensor, n: int) -> Meta:
     if not isinstance(x, LazyTensor):
         meta = meta_of(x)
         if not x.is_floating_point() and n in meta.shape and _is_row_index(x, n):
-            return intern(Meta(*_fields(meta)[:-1], row_index=True))
+            return intern(replace(meta, row_index=True))
         return meta
     meta = x._node.meta
     if meta.n == n:
         return meta
     # A value of another minibatch size is whole here.
     return intern(
-        Meta(meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad, None, n,
-             meta.shape, meta.stride)  # fmt: skip
+        replace(meta, layout=None, n=n, shape2=meta.shape, stride2=meta.stride, row_index=False)
     )
-
-
-def _fields(meta: Meta) -> tuple[Any, ...]:
-    return (meta.shape, meta.stride, meta.dtype, meta.device, meta.requires_grad, meta.layout,
-            meta.n, meta.shape2, meta.stride2, meta.row_index)  # fmt: skip
 
 
 def _is_row_index(x: Tensor, n: int) -> bool:
@@ -148,9 +146,7 @@ def _is_row_index(x: Tensor, n: int) -> bool:
         return bool(torch.equal(x.reshape(-1).long(), torch.arange(n, device=x.device)))
 
 
-def _analysis(
-    func: Any, template: Any, metas: list[Meta], consts: list[Any], n: int
-) -> CallInfo:
+def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n: int) -> CallInfo:
     global _count
     autocast = _autocast_state()
     kinds = tuple(_kind(x) for x in consts if isinstance(x, float))
@@ -207,13 +203,14 @@ def _autocast_state() -> Any:
 
 def run_eagerly(func: Any, template: Any, slots: Slots, like: LazyTensor, reason: str) -> Any:
     """Run the call now, on real tensors that carry their graphs."""
-    real = [
-        x._runtime.attached(x._node) if isinstance(x, LazyTensor) else x for x in slots.tensors
-    ]
+    real = [x._runtime.attached(x._node) if isinstance(x, LazyTensor) else x for x in slots.tensors]
     if reason:
         like._runtime.eager(describe_function(func))
     args, kwargs = fill(template, real, slots.consts, _minibatch([like]))
     return func(*args, **kwargs)
+
+
+_INSIDE = ("/torch/", "/koila_rl/recording/", "/koila_rl/pending")
 
 
 def _caller() -> tuple[str, int] | None:
@@ -221,7 +218,7 @@ def _caller() -> tuple[str, int] | None:
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
-        if not any(part in name for part in ("/torch/", "/koila_rl/recording/", "/koila_rl/pending")):
+        if not any(part in name for part in _INSIDE):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None

@@ -44,7 +44,9 @@ class Runtime(Protocol):
 
     def attached(self, node: Node) -> Tensor: ...
 
-    def backward(self, node: Node, **options: Any) -> None: ...
+    def backward(
+        self, node: Node, gradient: Any, retain_graph: Any, create_graph: bool, inputs: Any
+    ) -> None: ...
 
     def backward_many(self, roots: Any, grads: Any, *args: Any, **options: Any) -> None: ...
 
@@ -95,7 +97,7 @@ class LazyTensor(Tensor):
     @staticmethod
     def __new__(cls, node: Node, runtime: Runtime) -> LazyTensor:
         meta = node.meta
-        self: LazyTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: LazyTensor = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device
         )
         self._node = node
@@ -128,7 +130,7 @@ class LazyTensor(Tensor):
         return record(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         from koila_rl.recording.recorder import record

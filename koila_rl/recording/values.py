@@ -18,8 +18,19 @@ from koila_rl.recording.layouts import Layout
 if TYPE_CHECKING:
     from koila_rl.recording.analysis import CallInfo
 
-__all__ = ["Call", "CallState", "Captured", "Meta", "Node", "Rows", "Source", "meta_of", "moment", "seeded_since",
-           "second_size"]  # fmt: skip
+__all__ = [
+    "Call",
+    "CallState",
+    "Captured",
+    "Meta",
+    "Node",
+    "Rows",
+    "Source",
+    "meta_of",
+    "moment",
+    "second_size",
+    "seeded_since",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +96,11 @@ def meta_of(tensor: Tensor, n: int = 0, layout: Layout | None = None) -> Meta:
         size = layout.factor * second_size(n)
         shape2, stride2 = scaled(shape, stride, layout.dim, size)
     return intern(
-        Meta(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, layout, n,
-             shape2, stride2)  # fmt: skip
-    )
+        Meta(
+            shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, layout, n,
+            shape2, stride2,
+        )
+    )  # fmt: skip
 
 
 class Rows(Protocol):

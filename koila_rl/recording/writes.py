@@ -121,13 +121,9 @@ def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
     return fill(info.out, outs, (), 0)
 
 
-def write_at_once(
-    func: Any, template: Any, slots: Slots, holes: Sequence[int], n: int
-) -> Any:
+def write_at_once(func: Any, template: Any, slots: Slots, holes: Sequence[int], n: int) -> Any:
     """Run a call that writes to lazy tensors now, on copies of their storages."""
-    real = [
-        x._runtime.attached(x._node) if isinstance(x, LazyTensor) else x for x in slots.tensors
-    ]
+    real = [x._runtime.attached(x._node) if isinstance(x, LazyTensor) else x for x in slots.tensors]
     groups = []
     for k in holes:
         target: LazyTensor = slots.tensors[k]
