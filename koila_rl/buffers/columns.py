@@ -16,6 +16,7 @@ from koila_rl.buffers.storage import Flags, Storage, Stored, to_numpy
 from koila_rl.buffers.tree import Columns, Key, following, name
 from koila_rl.buffers.views import DiscountView, RewardView, StackView, StoredView, View
 from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
+from koila_rl.memory.budget import format_bytes
 
 __all__ = ["Options", "TransitionColumns"]
 
@@ -23,6 +24,27 @@ Leaf: TypeAlias = "tuple[Key, tuple[int, ...], torch.dtype]"
 _REWARD: Key = ("next", "reward")
 _DISCOUNT: Key = ("next", "discount")
 _ENDS: tuple[Key, ...] = (("next", "terminated"), ("next", "truncated"), ("next", "done"))
+
+
+def leaves_of(values: Columns, n: int) -> list[Leaf]:
+    """What the first transitions ``[n, …]`` say of all: names, shapes, dtypes."""
+    for key, value in values.items():
+        if value.ndim == 0 or len(value) != n:
+            raise BatchSizeError(f"{name(key)!r} is {tuple(value.shape)}; others have {n} rows")
+        if any("/" in part for part in key) or key[0].startswith("_"):
+            raise StorageError(f"{name(key)!r}: names must not hold '/' or begin with '_'")
+    return [(key, tuple(value.shape[1:]), value.dtype) for key, value in values.items()]
+
+
+def describe(head: str, nbytes: int, leaves: list[Leaf]) -> str:
+    """A buffer as its ``repr`` shows it: a line for itself and one for each leaf."""
+    if not leaves:
+        return f"{head}, empty)"
+    lines = [
+        f"  {name(key)}: {shape} {str(dtype).removeprefix('torch.')}"
+        for key, shape, dtype in leaves
+    ]
+    return "\n".join([f"{head}, {format_bytes(nbytes)}", *lines]) + ")"
 
 
 def leaves_from(state: Iterable[Any]) -> list[Leaf]:
@@ -104,6 +126,7 @@ class TransitionColumns:
                     label, (options.capacity, *shape), dtype
                 )
                 self.views[key] = StoredView(self.stored[key], last=key[0] == "next")
+        self.slow = storage.folder is not None
         self.plain = options.n_steps == 1 and not self._stacks
         if options.n_steps > 1:
             column = self.stored[_REWARD]
@@ -262,6 +285,24 @@ def _leaf_count(transition: dict[str, Any]) -> int:
         if type(value) is dict:
             count += _leaf_count(value) - 1
     return count
+
+
+def check_count(n: int, skip: Tensor | None, options: Options, named: bool) -> None:
+    """Refuse ``n`` rows that cannot be told apart by environment; ``named``: ``n_envs`` was."""
+    if not named and n > 1 and (options.n_steps > 1 or options.frame_stack > 1):
+        raise ConfigurationError(
+            f"n_steps={options.n_steps} and frame_stack={options.frame_stack} follow transitions "
+            f"through time, but {n} came at once: name n_envs, the environments that they "
+            "interleave (1 if they are consecutive steps of one)"
+        )
+    if n % options.n_envs:
+        raise BatchSizeError(
+            f"{n} transitions are not a whole number of steps of n_envs={options.n_envs}"
+        )
+    if skip is not None and (skip.shape != (n,) or skip.dtype != torch.bool):
+        raise BatchSizeError(
+            f"skip is {skip.dtype} {tuple(skip.shape)}; it must be bool of shape ({n},)"
+        )
 
 
 def check_windows(leaves: list[Leaf], options: Options) -> None:

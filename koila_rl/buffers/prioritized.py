@@ -64,7 +64,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             raise ConfigurationError("a prioritised buffer draws by priority; it takes no sampler")
         rows, weight = self._draw_by_priority(batch_size)
         weights = torch.from_numpy(weight).to(self.device or "cpu")
-        return self._minibatch(rows, lazy, {"index": torch.from_numpy(rows), "weight": weights})
+        known = {"index": torch.from_numpy(rows), "weight": weights}
+        return self._make(rows, known, lazy=lazy)
 
     def update_priorities(self, sample: TensorDict, td_error: Tensor) -> None:
         """Give the sampled transitions the priority ``|td_error| + eps``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,25 +17,27 @@ from koila_rl.buffers.columns import (
     Leaf,
     Options,
     TransitionColumns,
+    check_count,
     check_windows,
+    describe,
     leaves_from,
+    leaves_of,
     leaves_state,
 )
-from koila_rl.buffers.ring import SKIPPED, Ring
-from koila_rl.buffers.rows import ColumnRows, minibatch
-from koila_rl.buffers.sample import Sample, SampleSource
-from koila_rl.buffers.samplers import Sampler, Shuffled, Uniform
+from koila_rl.buffers.minibatches import Minibatches
+from koila_rl.buffers.ring import Ring
+from koila_rl.buffers.samplers import Sampler, Shuffled
 from koila_rl.buffers.storage import Index, Place, Storage
-from koila_rl.buffers.transforms import Transform, by_key, transform_of
-from koila_rl.buffers.tree import Columns, Key, flatten, name, nest
-from koila_rl.errors import BatchSizeError, ConfigurationError, StorageError
-from koila_rl.memory.budget import format_bytes
+from koila_rl.buffers.transforms import Transform, by_key
+from koila_rl.buffers.tree import Columns, Key, flatten
+from koila_rl.errors import ConfigurationError, StorageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["ReplayBuffer"]
 
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 _Positions = int | slice | list[int] | Tensor | np.ndarray[Any, Any]
 
 
@@ -97,11 +98,10 @@ class ReplayBuffer:
         self._transforms = by_key(transforms)
         self._n_envs_named = n_envs is not None
         self._generator = np.random.default_rng(seed)
-        self._uniform = Uniform()
         self._storage = Storage(storage, self.device)
         self._ring = Ring(self.options.capacity, envs, self._storage)
         self._columns: TransitionColumns | None = None
-        self._live: list[weakref.ref[Sample]] = []
+        self._minibatches: Minibatches | None = None
 
     @property
     def capacity(self) -> int:
@@ -153,7 +153,7 @@ class ReplayBuffer:
         n = next((len(value) for value in values.values() if value.ndim), 0)
         columns = self._columns or self._make_columns(values, n)
         columns.check(values, n)
-        self._check_rows(n, skip)
+        check_count(n, skip, self.options, self._n_envs_named)
         if n > self.capacity:
             surplus = n - self.capacity
             values = {key: value[surplus:] for key, value in values.items()}
@@ -175,11 +175,26 @@ class ReplayBuffer:
         if columns is None or row is None:
             self.extend({key: value[None] for key, value in flatten(transition).items()})
             return
-        self._check_rows(1, None)
+        check_count(1, None, self.options, self._n_envs_named)
         first = self._ring.total
         self._begin(1)
         self._ring.finish_one(columns.put_row(row, first % self.capacity))
         self._on_stored(first, 1, None)
+
+    def to_torchrl(self, batch_size: int | None = None) -> Any:
+        """A TorchRL replay buffer of the same capacity with a copy of the content."""
+        from koila_rl.integrations.torchrl import to_torchrl
+
+        return to_torchrl(self, batch_size)
+
+    @classmethod
+    def from_torchrl(cls, buffer: Any, **settings: Any) -> Self:
+        """A copy of what a TorchRL buffer holds; ``settings`` are the constructor's."""
+        from koila_rl.integrations.torchrl import fill_from_torchrl
+
+        copy = cls(int(buffer._storage.max_size), **settings)
+        fill_from_torchrl(copy, buffer)
+        return copy
 
     def end_episodes(self) -> None:
         """Let no n-step window or sequence go on past what is stored now.
@@ -196,7 +211,7 @@ class ReplayBuffer:
         Leaves are lazy tensors whose rows are gathered when a microbatch runs, or plain tensors
         with ``lazy=False``.
         """
-        return self._minibatch(self._draw(batch_size, sampler), lazy)
+        return self._make(self._draw(batch_size, sampler), lazy=lazy)
 
     def minibatches(
         self,
@@ -213,7 +228,7 @@ class ReplayBuffer:
             while left > 0:
                 rows = self._draw(min(batch_size, left), chosen)
                 left -= len(rows)
-                yield self._minibatch(rows, lazy)
+                yield self._make(rows, lazy=lazy)
 
     def sequences(self, batch_size: int, length: int, *, lazy: bool = True) -> TensorDict:
         """``[batch_size, length]`` sub-sequences of one environment, for recurrent agents.
@@ -224,7 +239,7 @@ class ReplayBuffer:
         if length < 1:
             raise ConfigurationError(f"length is {length}; it must be at least 1")
         rows, there = self._ring.follow(self._draw(batch_size, None), length)
-        return self._minibatch(rows, lazy, {"mask": torch.from_numpy(there)})
+        return self._make(rows, {"mask": torch.from_numpy(there)}, lazy=lazy)
 
     def __getitem__(self, index: _Positions) -> TensorDict:
         """Transitions by position, 0 the oldest, as plain tensors; an int gives a single one."""
@@ -235,7 +250,7 @@ class ReplayBuffer:
             rows = range(self._ring.first, self._ring.total)[index]
         else:
             rows = self._ring.valid_rows()[_plain(index)]
-        found = self._minibatch(np.atleast_1d(rows), lazy=False)
+        found = self._make(np.atleast_1d(rows), lazy=False)
         return found[0] if np.ndim(rows) == 0 else found
 
     def __iter__(self) -> Iterator[TensorDict]:
@@ -253,13 +268,8 @@ class ReplayBuffer:
             if getattr(options, label) > 1
         ]
         head = ", ".join([head, *extra])
-        if self._columns is None:
-            return f"{head}, empty)"
-        lines = [
-            f"  {name(key)}: {shape} {str(dtype).removeprefix('torch.')}"
-            for key, shape, dtype in self._columns.leaves
-        ]
-        return "\n".join([f"{head}, {format_bytes(self.nbytes)}", *lines]) + ")"
+        leaves = [] if self._columns is None else self._columns.leaves
+        return describe(head, self.nbytes, leaves)
 
     def save(self, path: Path | str) -> None:
         """Write the buffer to a folder; an earlier save there stays whole until this one is."""
@@ -320,90 +330,23 @@ class ReplayBuffer:
         if sampler is not None:
             drawn = sampler.draw(n, size, self._generator)
             return ring.valid_rows()[drawn] if ring.skipped else drawn + ring.first
-        if ring.skipped * 2 > ring.held:
-            return ring.valid_rows()[self._uniform.draw(n, size, self._generator)]
-        rows = self._uniform.draw(ring.held, size, self._generator)
-        if ring.first:
-            rows += ring.first
-        while ring.skipped and (bad := (ring.flags(rows) & SKIPPED) != 0).any():
-            again = self._uniform.draw(ring.held, int(bad.sum()), self._generator)
-            rows[bad] = again + ring.first
-        return rows
+        return ring.draw(size, self._generator)
 
-    def _minibatch(
-        self, rows: Index, lazy: bool, known: Mapping[str, Tensor] = MappingProxyType({})
-    ) -> TensorDict:
-        extra: dict[Key, Tensor] = {(label,): value for label, value in known.items()}
-        if not lazy and self.device is None and not self._transforms:
-            return nest({**self._gather(rows), **extra}, torch.Size([len(rows)]))
-        return minibatch(self._rows_of(rows), len(rows), extra, lazy=lazy)
-
-    def _gather(self, rows: Index) -> dict[Key, Tensor]:
-        assert self._columns is not None
-        if self._columns.plain and rows.ndim == 1:
-            # Nothing but stored rows: no need of a sample that could outlive them.
-            slots = rows % self.capacity if self._ring.total > self.capacity else rows
-            return {key: column.take(slots) for key, column in self._columns.stored.items()}
-        sample = self._sample_of(rows)
-        return {key: sample.gather(key, 0, len(rows)) for key in sample.views}
-
-    def _sample_of(self, rows: Index) -> Sample:
-        assert self._columns is not None
-        views, options = self._columns.views, self.options
-        return Sample(rows, self._ring, views, options.n_steps, self.save_limit)
-
-    def _rows_of(self, rows: Index) -> dict[Key, ColumnRows]:
-        sample = self._sample_of(rows)
-        if len(self._live) > 32:
-            self._live = [live for live in self._live if live() is not None]
-        self._live.append(weakref.ref(sample))
-        slow = self._storage.folder is not None
-        return {
-            key: ColumnRows(
-                SampleSource(sample, key, view, slow=slow),
-                self.device,
-                transform_of(self._transforms, key),
-            )
-            for key, view in sample.views.items()
-        }
+    def _make(self, rows: Index, known: Mapping[str, Tensor] = _NONE, *, lazy: bool) -> TensorDict:
+        assert self._minibatches is not None
+        return self._minibatches.make(rows, known, lazy=lazy)
 
     def _begin(self, n: int) -> None:
-        kept_from = self._ring.total + n - self.capacity
-        if kept_from > self._ring.first and self._live:
-            for reference in self._live:
-                if (sample := reference()) is not None:
-                    sample.before_overwriting(kept_from)
+        if self._minibatches is not None:
+            self._minibatches.before_overwriting(self._ring.total + n - self.capacity)
         self._ring.begin(n)
 
     def _on_stored(self, first: int, n: int, skip: Tensor | None) -> None:
         """What else must know of the ``n`` rows from ``first`` on."""
 
-    def _check_rows(self, n: int, skip: Tensor | None) -> None:
-        options = self.options
-        follows = options.n_steps > 1 or options.frame_stack > 1
-        if follows and not self._n_envs_named and n > 1:
-            raise ConfigurationError(
-                f"n_steps={options.n_steps} and frame_stack={options.frame_stack} follow "
-                f"transitions through time, but {n} came at once: name n_envs, the environments "
-                "that they interleave (1 if they are consecutive steps of one)"
-            )
-        if n % options.n_envs:
-            raise BatchSizeError(
-                f"{n} transitions are not a whole number of steps of n_envs={options.n_envs}"
-            )
-        if skip is not None and (skip.shape != (n,) or skip.dtype != torch.bool):
-            raise BatchSizeError(
-                f"skip is {skip.dtype} {tuple(skip.shape)}; it must be bool of shape ({n},)"
-            )
-
     def _make_columns(self, values: Columns, n: int) -> TransitionColumns:
-        for key, value in values.items():
-            if value.ndim == 0 or len(value) != n:
-                raise BatchSizeError(f"{name(key)!r} is {tuple(value.shape)}; others have {n} rows")
-            if any("/" in part for part in key) or key[0].startswith("_"):
-                raise StorageError(f"{name(key)!r}: names must not hold '/' or begin with '_'")
-        leaves = [(key, tuple(value.shape[1:]), value.dtype) for key, value in values.items()]
-        self._check_rows(n, None)
+        leaves = leaves_of(values, n)
+        check_count(n, None, self.options, self._n_envs_named)
         check_windows(leaves, self.options)
         self._storage.check(
             TransitionColumns.nbytes(leaves, self.options),
@@ -413,12 +356,17 @@ class ReplayBuffer:
         return self._set_columns(leaves)
 
     def _set_columns(self, leaves: list[Leaf]) -> TransitionColumns:
-        self._columns = TransitionColumns(leaves, self.options, self._storage, self._ring)
+        columns = TransitionColumns(leaves, self.options, self._storage, self._ring)
+        self._columns = columns
+        self._minibatches = Minibatches(
+            self._ring, columns, self.options.n_steps, device=self.device,
+            transforms=self._transforms, save_limit=self.save_limit,
+        )  # fmt: skip
         if self._storage.folder is not None and not self._storage.folder.description["buffer"]:
             # From here on a killed process leaves a folder that can be opened.
             self._storage.folder.description["buffer"] = self.state()
             self._storage.folder.write_description()
-        return self._columns
+        return columns
 
 
 def _key(key: Key | str) -> Key:

@@ -65,6 +65,18 @@ class Ring:
         rows = np.arange(self.first, self.total)
         return rows[(self.flags(rows) & SKIPPED) == 0] if self.skipped else rows
 
+    def draw(self, size: int, generator: np.random.Generator) -> Index:
+        """``size`` rows that may be sampled, uniformly with replacement; there is at least one."""
+        if self.skipped * 2 > self.held:
+            valid = self.valid_rows()
+            return valid[generator.integers(0, len(valid), size)]
+        rows: Index = generator.integers(0, self.held, size)
+        if self.first:
+            rows += self.first
+        while self.skipped and (bad := (self.flags(rows) & SKIPPED) != 0).any():
+            rows[bad] = generator.integers(0, self.held, int(bad.sum())) + self.first
+        return rows
+
     def spans(self, n: int, size: int) -> Iterator[tuple[int, int, int]]:
         """The next ``n`` rows in a ring of ``size`` slots as ``(slot, from, to)``."""
         done = 0

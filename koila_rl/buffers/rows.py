@@ -18,6 +18,7 @@ from koila_rl.buffers.storage import Index, Stored
 from koila_rl.buffers.transforms import Transform
 from koila_rl.buffers.tree import Key, nest
 from koila_rl.errors import StaleValueError
+from koila_rl.wrapping import lazy_rows
 
 __all__ = ["ColumnRows", "Source", "StoredSource", "TensorSource", "minibatch"]
 
@@ -184,8 +185,6 @@ def minibatch(
     """
     columns: dict[Key, Tensor] = dict(known)
     if lazy:
-        from koila_rl.wrapping import lazy_rows
-
         columns.update({key: lazy_rows(column) for key, column in rows.items()})
     else:
         columns.update({key: column.read(0, size) for key, column in rows.items()})

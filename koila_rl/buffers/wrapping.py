@@ -8,6 +8,7 @@ from typing import Any
 from koila_rl.buffers.replay import ReplayBuffer
 from koila_rl.buffers.rollout import RolloutBuffer
 from koila_rl.errors import ConfigurationError
+from koila_rl.wrapping import lazy
 
 __all__ = ["LazyBuffer", "wrap"]
 
@@ -77,8 +78,6 @@ class LazyBuffer:
 
 
 def _lazy(minibatch: Any) -> Any:
-    from koila_rl.wrapping import lazy
-
     # Tianshou's buffers give (Batch, indices); a Batch is a mapping by behaviour only.
     if isinstance(minibatch, tuple) and not hasattr(minibatch, "_fields"):
         return tuple(_lazy(item) for item in minibatch)

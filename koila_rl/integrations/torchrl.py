@@ -20,7 +20,7 @@ from koila_rl.buffers.rows import ColumnRows, TensorSource
 from koila_rl.errors import StorageError
 from koila_rl.wrapping import lazy, lazy_rows
 
-__all__ = ["LazyMinibatch", "from_torchrl", "to_torchrl", "wrap_torchrl"]
+__all__ = ["LazyMinibatch", "fill_from_torchrl", "to_torchrl", "wrap_torchrl"]
 
 
 class LazyMinibatch(Transform):  # type: ignore[misc]
@@ -99,18 +99,13 @@ def to_torchrl(buffer: ReplayBuffer, batch_size: int | None = None) -> Any:
     return copy
 
 
-def from_torchrl(buffer: Any, **settings: Any) -> ReplayBuffer:
-    """Our buffer with a copy of what a TorchRL buffer holds, oldest first.
-
-    ``settings`` are those of :class:`ReplayBuffer` beside ``capacity``.
-    """
-    storage = buffer._storage
+def fill_from_torchrl(buffer: ReplayBuffer, theirs: Any) -> None:
+    """Store what a TorchRL buffer holds, oldest first."""
+    storage = theirs._storage
     size, capacity = len(storage), int(storage.max_size)
-    cursor = int(getattr(buffer._writer, "_cursor", 0)) if size == capacity else 0
-    copy = ReplayBuffer(capacity, **settings)
+    cursor = int(getattr(theirs._writer, "_cursor", 0)) if size == capacity else 0
     step = max(1, size // 64)
     for start in range(0, size, step):
         at = (torch.arange(start, min(size, start + step)) + cursor) % capacity
         content: TensorDict = storage[at]
-        copy.extend(content.exclude("index", "_weight", "priority_weight"))
-    return copy
+        buffer.extend(content.exclude("index", "_weight", "priority_weight"))

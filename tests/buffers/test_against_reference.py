@@ -83,6 +83,11 @@ def as_tensordict(rows: list[Transition], first: int) -> tuple[TensorDict, Tenso
     return TensorDict(values, [n]), torch.tensor([row.skipped for row in rows])
 
 
+def drawn_from(buffer: ReplayBuffer, size: int) -> dict[Key, ColumnRows]:
+    assert buffer._minibatches is not None
+    return buffer._minibatches.row_sources(buffer._draw(size, None))
+
+
 def compare(
     drawn: dict[Key, ColumnRows], reference: Reference, buffer: ReplayBuffer, total: int
 ) -> None:
@@ -155,10 +160,10 @@ def test_samples_are_the_transitions_that_were_stored(
             compare(drawn, reference, buffer, total)
         if len(buffer) == 0:
             continue
-        drawn = buffer._rows_of(buffer._draw(7, None))
+        drawn = drawn_from(buffer, 7)
         assert set(drawn["row",].read(0, 7).tolist()) <= set(reference.live())
         compare(drawn, reference, buffer, len(reference.all))
-        pending = [*pending[-1:], (buffer._rows_of(buffer._draw(5, None)), len(reference.all))]
+        pending = [*pending[-1:], (drawn_from(buffer, 5), len(reference.all))]
     if len(buffer):
         rows_there = [int(transition["row"]) for transition in buffer]
         assert rows_there == reference.live()

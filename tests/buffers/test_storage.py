@@ -178,7 +178,8 @@ def test_device_observations_in_host_storage_leave_device_memory_flat() -> None:
 def test_delivery_to_a_gpu(storage: str) -> None:
     buffer = ReplayBuffer(100, storage, device="cuda", seed=0)  # type: ignore[arg-type]
     buffer.extend(transitions(0, 100))
-    rows = buffer._rows_of(buffer._draw(32, None))
+    assert buffer._minibatches is not None
+    rows = buffer._minibatches.row_sources(buffer._draw(32, None))
     expected = rows["row",].read(0, 32)
     assert expected.device.type == "cuda"
     rows["row",].prefetch(8, 16)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from stable_baselines3 import DQN, PPO
 from stable_baselines3.common import buffers as sb3
 from tensordict import TensorDict
 from torch import Tensor
@@ -24,7 +25,7 @@ import koila_rl
 from koila_rl import LazyTensor
 from koila_rl.buffers import ReplayBuffer
 from koila_rl.errors import ConfigurationError, StaleValueError
-from koila_rl.integrations.torchrl import LazyMinibatch, from_torchrl, to_torchrl
+from koila_rl.integrations.torchrl import LazyMinibatch
 
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
 DICT = spaces.Dict({"image": spaces.Box(0, 255, (2, 4, 4), np.uint8), "speed": VECTOR})
@@ -182,11 +183,11 @@ def test_torchrl_transform_and_list_storage() -> None:
 def test_to_torchrl_and_back() -> None:
     ours = ReplayBuffer(10, seed=0)
     ours.extend(transitions(0, 13))
-    theirs = to_torchrl(ours, batch_size=4)
+    theirs = ours.to_torchrl(batch_size=4)
     assert len(theirs) == 10
     assert theirs[:]["row"].tolist() == list(range(3, 13))
     theirs.extend(transitions(13, 4))
-    back = from_torchrl(theirs, seed=0)
+    back = ReplayBuffer.from_torchrl(theirs, seed=0)
     assert [int(row) for row in back[:]["row"]] == list(range(7, 17))
     assert (back[:]["next", "reward"] == torch.arange(7.0, 17.0)).all()
 
@@ -239,3 +240,31 @@ def test_anything_that_samples_or_iterates() -> None:
 def test_ours_are_returned_as_they_are() -> None:
     ours = ReplayBuffer(3)
     assert koila_rl.wrap(ours) is ours
+
+
+@pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_sb3_learns_the_same_split(algorithm: str) -> None:
+    def learned(split: bool) -> Tensor:
+        common: dict[str, Any] = {"seed": 1, "device": "cpu"}
+        if algorithm == "ppo":
+            model: Any = PPO(
+                "MlpPolicy", "CartPole-v1", n_steps=64, batch_size=48, n_epochs=2, **common
+            )
+            if split:
+                model.rollout_buffer = koila_rl.wrap(model.rollout_buffer)
+        else:
+            model = DQN(
+                "MlpPolicy", "CartPole-v1", buffer_size=60, learning_starts=20, train_freq=4,
+                batch_size=16, target_update_interval=20, **common,
+            )  # fmt: skip
+            if split:
+                model.replay_buffer = koila_rl.wrap(model.replay_buffer)
+        with koila_rl.limits(microbatch=7 if split else None):
+            model.learn(128)
+        return torch.cat([p.detach().flatten() for p in model.policy.parameters()])
+
+    torch.testing.assert_close(learned(split=True), learned(split=False), rtol=0, atol=1e-6)
+    plan = koila_rl.last_plan()
+    assert plan is not None
+    assert plan.batch_size == 16
