@@ -40,8 +40,9 @@ def parts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(x, LazyTensor) or x._node.meta.layout is None:
         return None
-    meta = x._node.meta
-    dim, size = meta.layout.dim, meta.shape[meta.layout.dim]
+    meta, layout = x._node.meta, x._node.meta.layout
+    assert layout is not None
+    dim, size = layout.dim, meta.shape[layout.dim]
     numbers = torch.arange(size).view([size if d == dim else 1 for d in range(len(meta.shape))])
     numbers = numbers.expand(meta.shape)
     rest = (args[1:], kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != "input"})

@@ -40,6 +40,8 @@ from koila_rl.recording.trace import OpRecord, trace
 
 __all__ = ["EFFECTS", "CannotExplode", "Propagation", "Step", "paths_of"]
 
+_COPIES = {"clone", "_conj", "_neg_view", "conj_physical"}
+
 
 class Propagation:
     """Layouts of the values of one call, and its steps so far.
@@ -56,6 +58,8 @@ class Propagation:
         # Values whose batch axis is another than the minibatch's: its size at both sizes.
         self.axes: dict[int, tuple[int, int]] = {}
         self.row_numbers: dict[tuple[int, int], int] = {}
+        # Copies made below autograd, as of a conjugate, do not say that they carry gradients.
+        self.grads: set[int] = set()
         self.row_index: set[int] = set()
         self.storages: dict[int, set[int]] = {}
         self.alive: list[Tensor] = []
@@ -88,6 +92,8 @@ class Propagation:
         self.count += 1
         self.alive += [a, b]
         self.layouts[id(a)] = layout
+        if a.requires_grad:
+            self.grads.add(id(a))
         self.storages.setdefault(a.untyped_storage()._cdata, set()).add(id(a))
 
     def run(self, first: Sequence[OpRecord], second: Sequence[OpRecord]) -> None:
@@ -183,9 +189,9 @@ class Propagation:
 
     def trials(self, op: Op) -> Iterator[dict[int, Layout | None]]:
         """Which operands to cut: all that are batched, those that follow the minibatch too, one."""
-        batched = {k: op.operands[k].layout for k in op.batched}
+        batched: dict[int, Layout | None] = {k: op.operands[k].layout for k in op.batched}
         yield batched
-        lent = {
+        lent: dict[int, Layout | None] = {
             k: layout
             for k, operand in enumerate(op.operands)
             if operand.layout is None
@@ -279,13 +285,15 @@ class Propagation:
         outs = a.outs
         for x, y, layout in zip(outs, b.outs, layouts, strict=True):
             self.fresh(x, y, layout, axis)
+            if op.name in _COPIES and id(op.operands[0].tensor) in self.grads:
+                self.grads.add(id(x))
         self.note_rows(op, outs, kind)
         self.steps.append(
             Step(
                 kind=kind, func=func, template=template, operands=operands,
                 outputs=tuple(self.values[id(x)] for x in outs),
                 paths=tuple(paths_of(a.out)), layouts=tuple(layouts),
-                requires_grad=tuple(x.requires_grad for x in outs),
+                requires_grad=tuple(id(x) in self.grads for x in outs),
                 metas=tuple((tuple(x.shape), x.dtype, x.device) for x in outs), name=op.name,
                 reduction=None if verdict is None else verdict.reduction,
                 random=draws(a),
@@ -363,9 +371,9 @@ class Propagation:
         if op.name == "arange" and outs[0].shape[0] == self.n != op.outs2[0][0]:
             if not op.args.get("start") and op.args.get("step") in (None, 1):
                 self.row_index.add(id(outs[0]))
-        elif op.name in ("view", "unsqueeze", "_to_copy", "detach", "alias", "expand"):
-            if op.operands and op.operands[0].row_index:
-                self.row_index.add(id(outs[0]))
+        views = ("view", "unsqueeze", "_to_copy", "detach", "alias", "expand")
+        if op.name in views and op.operands and op.operands[0].row_index:
+            self.row_index.add(id(outs[0]))
 
     def out_layouts(self, op: Op, verdict: Verdict | None) -> list[Layout | None]:
         if verdict is None:

@@ -63,12 +63,12 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if info.random and seeded_since():
         # Numbers of a seed set meanwhile are those that the call draws now, whole.
         return run_eagerly(func, template, slots, lazies[0], "draws from a seed set meanwhile")
-    if info.writes and any(same is None for same in info.same):
-        # It writes beside its result, as an embedding does that limits norms.
-        return write_at_once(func, template, slots, info.writes, n)
     if info.writes:
         if any(not isinstance(slots.tensors[k], LazyTensor) for k in info.writes):
             return run_eagerly(func, template, slots, lazies[0], "")
+        if any(same is None for same in info.same):
+            # It writes beside its result, as an embedding does that limits norms.
+            return write_at_once(func, template, slots, info.writes, n)
         return record_write(func, template, slots, info)
     if info.mixes and (parts := parts_of(func, args, kwargs)) is not None:
         return parts
