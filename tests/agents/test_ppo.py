@@ -45,6 +45,21 @@ def test_reset_rows_are_in_no_minibatch_and_count_as_no_step() -> None:
     assert {float(x) for row in rows for x in row["next", "reward"]} == {1.0}
 
 
+def test_reset_rows_are_in_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = PPO(vector(lambda: Counting(3), 2, AutoresetMode.NEXT_STEP), **SMALL)
+    seen: list[int] = []
+    loss = agent.loss
+
+    def counted(minibatch: Any, progress: float) -> Any:
+        seen.append(minibatch.batch_size[0])
+        return loss(minibatch, progress)
+
+    monkeypatch.setattr(agent, "loss", counted)
+    agent.learn(12)
+    # Two epochs over the 12 transitions among 16 rows.
+    assert sum(seen) == 24
+
+
 @pytest.mark.parametrize("truncate", [False, True])
 def test_every_autoreset_mode_gives_the_same_targets(truncate: bool) -> None:
     targets = []
