@@ -8,64 +8,35 @@ settles it, by trying.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from koila_rl.recording.attempts import Attempt, attempts
 from koila_rl.recording.backward import backward_splits
+from koila_rl.recording.callinfo import (
+    CallInfo,
+    described,
+    described_along,
+    native_step,
+    rows_of_view,
+)
 from koila_rl.recording.layouts import Layout, scaled_layout
 from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths_of
-from koila_rl.recording.rows import View
-from koila_rl.recording.rules import WHOLE, Use
+from koila_rl.recording.rules import Use
 from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.steps import draws
-from koila_rl.recording.template import Const, Ref, fill, holes
+from koila_rl.recording.template import fill, holes
 from koila_rl.recording.trace import LOCK, OpRecord, Trace, copied, fake_like, quiet_fakes, trace
-from koila_rl.recording.values import Meta, intern, scaled, second_size
+from koila_rl.recording.values import Meta, scaled, second_size
 
 __all__ = ["CallInfo", "NeedsValuesError", "analyse", "describe_function"]
 
 
 class NeedsValuesError(Exception):
     """The call looks at values, or fake tensors cannot run it; it must run on real ones."""
-
-
-@dataclass(slots=True)
-class CallInfo:
-    """What every call of this form has in common.
-
-    ``metas`` describe the output tensors; ``out`` is the returned structure with holes for them.
-    ``func(*args, **kwargs)`` from ``template`` is the call as it was written; ``steps`` replay
-    it on microbatches, numbering inputs first; ``results`` are the numbers of the outputs.
-    """
-
-    func: Any
-    template: tuple[Any, Any]
-    name: str
-    metas: list[Meta]
-    paths: list[tuple[Any, ...]]
-    out: Any
-    steps: list[Step]
-    results: tuple[int, ...]
-    n: int
-    random: bool = False
-    # The casting in force when the call was recorded, or None.
-    autocast: Any = None
-    keep: Any = None
-    aliases: list[int | None] = field(default_factory=list)
-    same: list[int | None] = field(default_factory=list)
-    writes: tuple[int, ...] = ()
-    exploded: bool = False
-    mixes: bool = False
-
-    @property
-    def effect(self) -> bool:
-        """Whether the call writes to tensors outside the program."""
-        return hasattr(self.func, "whole")
 
 
 def describe_function(func: Any) -> str:
@@ -99,11 +70,11 @@ def analyse(
         first = _trace_at(func, template, metas, consts, n, second=False)
         info = _describe(func, template, metas, first, n)
         if info.writes or n <= 1:
-            info.steps = [_native(info, "global", len(metas), {}, None)]
+            info.steps = [native_step(info, "global", len(metas), {}, None)]
             return info
         if not batched:
             _second_shapes(info, first, template, metas, consts)
-            info.steps = [_native(info, "global", len(metas), {}, None)]
+            info.steps = [native_step(info, "global", len(metas), {}, None)]
             info.steps[0].ops = _operators(first, metas)
             return info
         return _best(info, first, template, metas, consts)
@@ -151,7 +122,7 @@ def _describe(func: Any, template: Any, metas: list[Meta], first: _Traced, n: in
         func=func,
         template=template,
         name=describe_function(func),
-        metas=[_meta(x, n) for x in outs],
+        metas=[described(x, n) for x in outs],
         paths=paths,
         out=holes(first.trace.out, []),
         steps=[],
@@ -172,43 +143,6 @@ def _argument(record: OpRecord, name: str) -> Any:
     return record.args[position] if position < len(record.args) else None
 
 
-def _meta(x: Tensor, n: int, layout: Layout | None = None, other: Tensor | None = None) -> Meta:
-    shape, stride = tuple(x.shape), tuple(x.stride())
-    shape2 = tuple(other.shape) if other is not None else shape
-    stride2 = tuple(other.stride()) if other is not None else stride
-    return intern(
-        Meta(shape, stride, x.dtype, x.device, x.requires_grad, layout, n, shape2, stride2)
-    )
-
-
-def _meta_along(x: Tensor, n: int, layout: Layout | None) -> Meta:
-    """A result whose batch axis has n rows, another size than the minibatch's."""
-    if layout is None or n <= 1:
-        return _meta(x, n)
-    shape, stride = tuple(x.shape), tuple(x.stride())
-    size = layout.factor * second_size(n)
-    shape2, stride2 = scaled(shape, stride, layout.dim, size)
-    return intern(
-        Meta(shape, stride, x.dtype, x.device, x.requires_grad, layout, n, shape2, stride2)
-    )
-
-
-def _native(
-    info: CallInfo, kind: str, inputs: int, uses: dict[int, Use], reduction: Any
-) -> Step:
-    """The call as it was written, as one step."""
-    return Step(
-        kind=kind, func=info.func, template=info.template,
-        operands=tuple((k, uses.get(k, WHOLE)) for k in range(inputs)),
-        outputs=info.results, paths=tuple(info.paths),
-        layouts=tuple(meta.layout for meta in info.metas),
-        requires_grad=tuple(meta.requires_grad for meta in info.metas),
-        metas=tuple((meta.shape, meta.dtype, meta.device) for meta in info.metas), name=info.name,
-        reduction=reduction, random=info.random, autocast=None,
-        bytes_per_sample=sum(meta.nbytes for meta in info.metas) // max(info.n, 1),
-    )  # fmt: skip
-
-
 def _second_shapes(
     info: CallInfo, first: _Traced, template: Any, metas: list[Meta], consts: list[Any]
 ) -> None:
@@ -223,7 +157,7 @@ def _second_shapes(
     others = [x for x in tree_leaves(second.trace.out) if isinstance(x, Tensor)]
     if len(outs) == len(others):
         info.metas = [
-            _meta(x, info.n, scaled_layout(x.shape, y.shape, info.n, second_size(info.n)), y)
+            described(x, info.n, scaled_layout(x.shape, y.shape, info.n, second_size(info.n)), y)
             for x, y in zip(outs, others, strict=True)
         ]
 
@@ -271,10 +205,10 @@ def _best(
     if fallback is not None and len(fallback.steps) > 1:
         return fallback
     if _is_view(info, first):
-        return _rows_of_view(info, metas, len(consts))
+        return rows_of_view(info, metas, len(consts))
     if fallback is not None:
         return fallback
-    info.steps = [_native(info, "global", len(metas), {}, None)]
+    info.steps = [native_step(info, "global", len(metas), {}, None)]
     info.mixes = True
     return info
 
@@ -289,30 +223,6 @@ def _is_view(info: CallInfo, first: _Traced) -> bool:
     return views and wide and info.aliases[0] is not None and info.same[0] is None
 
 
-def _rows_of_view(info: CallInfo, metas: list[Meta], consts: int) -> CallInfo:
-    """A view that makes no sense at another size: each microbatch takes rows of the result."""
-    out = info.metas[0]
-    dim = next(d for d, size in enumerate(out.shape) if size > 1)
-    size, layout = out.shape[dim], Layout(dim)
-    shape2, stride2 = scaled(out.shape, out.stride, dim, second_size(size))
-    info.metas = [intern(replace(out, layout=layout, n=size, shape2=shape2, stride2=stride2))]
-    rows, result = len(metas) + 1, len(metas)
-    numbers = Step(
-        kind="global", func=torch.arange, template=((size,), {}), operands=(), outputs=(rows,),
-        paths=((),), layouts=(Layout(0),), requires_grad=(False,), name="arange",
-        metas=(((size,), torch.int64, torch.device("cpu")),), n=size,
-    )  # fmt: skip
-    step = _native(info, "split", len(metas), {}, None)
-    holes_of = [Ref(k) for k in range(len(metas))], [Const(k, object) for k in range(consts)]
-    args, kwargs = fill(info.template, *holes_of, info.n)
-    step.func, step.n = View(info.func, dim), size
-    step.template = ((Ref(len(metas)), *args), kwargs)
-    step.operands = (*step.operands, (rows, Use(Layout(0))))
-    step.outputs = info.results = (result,)
-    info.steps = [numbers, step]
-    return info
-
-
 def _whole_minibatch(info: CallInfo, first: _Traced, metas: list[Meta]) -> CallInfo:
     """A call that asks to see the whole minibatch and keeps shapes as they are."""
     outs = [x for x in tree_leaves(first.trace.out) if isinstance(x, Tensor)]
@@ -320,7 +230,7 @@ def _whole_minibatch(info: CallInfo, first: _Traced, metas: list[Meta]) -> CallI
         next((meta for meta in metas if meta.shape == tuple(x.shape)), old)
         for x, old in zip(outs, info.metas, strict=True)
     ]
-    info.steps = [_native(info, "global", len(metas), {}, None)]
+    info.steps = [native_step(info, "global", len(metas), {}, None)]
     info.mixes = True
     return info
 
@@ -355,14 +265,14 @@ def _try(
             kind = "global"
         # An input that no operator touches is handed through, row by row.
         uses = {k: Use(meta.layout) for k, meta in enumerate(attempt.metas)} | flow.input_uses
-        new.steps = [_native(new, kind, len(attempt.metas), uses, flow.reduction)]
+        new.steps = [native_step(new, kind, len(attempt.metas), uses, flow.reduction)]
         if not own_backward or (kind == "split" and backward_splits(
             info.func, attempt.template, attempt.metas, new.metas, consts, info.n
         )):  # fmt: skip
             return new
     if blocked is None and known and not own_backward:
-        new.metas = [_meta(x, info.n, layout, y) if id(x) not in flow.axes
-                     else _meta_along(x, flow.axes[id(x)][0], layout)
+        new.metas = [described(x, info.n, layout, y) if id(x) not in flow.axes
+                     else described_along(x, flow.axes[id(x)][0], layout)
                      for x, y, layout in zip(outs, others, layouts, strict=True)]  # fmt: skip
         new.steps = flow.steps
         new.results = tuple(flow.values[id(x)] for x in outs)
@@ -383,10 +293,10 @@ def _mixing(info: CallInfo, outs: list[Tensor], others: list[Tensor], inputs: in
     """Run the call once on the whole minibatch; its result is batched again where it has rows."""
     n2 = second_size(info.n)
     info.metas = [
-        _meta(x, info.n, scaled_layout(x.shape, y.shape, info.n, n2), y)
+        described(x, info.n, scaled_layout(x.shape, y.shape, info.n, n2), y)
         for x, y in zip(outs, others, strict=True)
     ]
-    info.steps = [_native(info, "global", inputs, {}, None)]
+    info.steps = [native_step(info, "global", inputs, {}, None)]
     info.mixes = True
     return info
 
@@ -405,7 +315,7 @@ def _plain_fits(
     attempt: Attempt,
 ) -> bool:
     """Set the output descriptions; try the call on one sample too, where shapes may collapse."""
-    info.metas = [_meta(x, info.n, layout, y)
+    info.metas = [described(x, info.n, layout, y)
                   for x, y, layout in zip(outs, others, layouts, strict=True)]  # fmt: skip
     leaves = []
     for k, meta in enumerate(attempt.metas):

@@ -65,13 +65,6 @@ def scaled_layout(shape: Sequence[int], other: Sequence[int], n: int, m: int) ->
     return None
 
 
-def _unfolded(tensor: torch.Tensor, layout: Layout, n: int) -> torch.Tensor:
-    """View dimension ``dim`` as three: outer, n, inner."""
-    shape = tensor.shape
-    dim = layout.dim
-    return tensor.view(*shape[:dim], layout.outer, n, layout.inner, *shape[dim + 1 :])
-
-
 def slice_rows(
     tensor: torch.Tensor, layout: Layout, n: int, start: int, stop: int
 ) -> torch.Tensor:
@@ -92,8 +85,9 @@ def slice_rows(
         step = layout.inner
         rows = tensor.narrow(layout.dim, start * step, (stop - start) * step)
         return rows if layout.dim == 0 or not _is_dense(tensor) else rows.clone()
-    split = tensor.unflatten(layout.dim, (layout.outer, n, layout.inner))
-    return split.narrow(layout.dim + 1, start, stop - start).reshape(shape)
+    split: torch.Tensor = tensor.unflatten(layout.dim, (layout.outer, n, layout.inner))
+    rows = split.narrow(layout.dim + 1, start, stop - start)
+    return rows.reshape(shape)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

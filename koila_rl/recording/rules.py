@@ -171,7 +171,9 @@ def split(op: Op, *outs: Layout | None, uses: dict[int, Use] | None = None) -> V
     return Verdict(outs=padded, uses=complete)
 
 
-def align(op: Op, ndim: int, among: Sequence[int] | None = None) -> tuple[Layout, dict[int, Use]] | None:
+def align(
+    op: Op, ndim: int, among: Sequence[int] | None = None
+) -> tuple[Layout, dict[int, Use]] | None:
     """Align operands by broadcasting from the right to ``ndim`` dimensions.
 
     Returns the layout of the broadcast value and how each operand is taken: batched ones must

@@ -56,7 +56,7 @@ def _index_select(op: Op) -> Verdict | None:
     if index is None:
         return None
     if op.name == "index_select" and source.layout is None:
-        return split(op, Layout(dim, index.layout.outer, index.layout.inner)) if index.layout else None
+        return split(op, index.layout.at(dim)) if index.layout else None
     if index.layout is not None:
         return None
     layouts = {operand.layout for operand in op.operands if operand.layout is not None}
@@ -137,9 +137,9 @@ def _index(op: Op) -> Verdict | None:
     if source.layout is not None:
         indexed = dict(numbers)
         if source.layout.dim in indexed:
-            if all(op.operands[k].layout is None for k in range(1, len(op.operands))):
-                if not op.operands[indexed[source.layout.dim]].row_index:
-                    return _indexed_by_whole(op, source.layout.dim)
+            whole = all(operand.layout is None for operand in op.operands[1:])
+            if whole and not op.operands[indexed[source.layout.dim]].row_index:
+                return _indexed_by_whole(op, source.layout.dim)
             return _index_rows(op, numbers, indexed[source.layout.dim], start, width)
         if any(op.operands[k].layout is not None for k in which):
             return None
@@ -202,7 +202,8 @@ def _finish_index(op: Op, result: Layout, uses: dict[int, Use]) -> Verdict | Non
         return Verdict(outs=(result,), uses=uses)
     values = op.operand("values")
     index = op.index("values")
-    assert values is not None and index is not None
+    assert values is not None
+    assert index is not None
     shape = torch.Size(op.args["__lookup_shape"])
     dim = result.dim - (len(shape) - values.ndim)
     full = dim >= 0 and values.shape[dim] == axis_size(result, op.n)

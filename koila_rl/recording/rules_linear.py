@@ -66,8 +66,8 @@ def _addr(op: Op) -> Verdict | None:
 
 
 def _explicit_addr(base: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    outer = alpha * (a.unsqueeze(1) * b.unsqueeze(0))
-    return outer if beta == 0 else beta * base + outer
+    outer: Tensor = alpha * (a.unsqueeze(1) * b.unsqueeze(0))
+    return outer if beta == 0 else outer + beta * base
 
 
 @register("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation")
@@ -93,16 +93,18 @@ def _addmm(op: Op) -> Verdict | None:
 
 
 def _explicit_addmm(base: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    product = alpha * (a @ b)
-    return product if beta == 0 else beta * base + product
+    product: Tensor = alpha * (a @ b)
+    return product if beta == 0 else product + beta * base
 
 
 _explicit_addmv = _explicit_addmm
 
 
-def _explicit_addbmm(base: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    product = alpha * torch.bmm(a, b).sum(0)
-    return product if beta == 0 else beta * base + product
+def _explicit_addbmm(
+    base: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    product: Tensor = alpha * torch.bmm(a, b).sum(0)
+    return product if beta == 0 else product + beta * base
 
 
 @register("convolution_overrideable", "mkldnn_convolution",
@@ -121,8 +123,8 @@ _SPATIAL = {
 }  # fmt: skip
 
 
-@register("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "adaptive_max_pool2d",
-          "adaptive_max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d",
+@register("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d",
+          "adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d",
           "max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool2d", "max_pool3d",
           "mkldnn_max_pool2d", "mkldnn_max_pool3d", "max_pool1d_with_indices",
           "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d",

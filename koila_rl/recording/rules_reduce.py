@@ -213,14 +213,13 @@ def _dist(op: Op) -> Verdict | None:
           "_linalg_eigvals", "lu_unpack", "logdet", "slogdet", "orgqr")  # fmt: skip
 def _matrix(op: Op) -> Verdict | None:
     """Batches of matrices: the last two dimensions are mixed."""
-    batched = [k for k in op.batched]
+    batched = op.batched
     layouts = {op.operands[k].layout for k in batched}
     if len(layouts) != 1:
         return None
     (layout,) = layouts
-    limit = min(op.operands[k].ndim for k in batched) - (
-        1 if op.name in ("linalg_householder_product", "lu_unpack", "orgqr") and len(batched) > 1 else 2
-    )
+    vectors = op.name in ("linalg_householder_product", "lu_unpack", "orgqr") and len(batched) > 1
+    limit = min(op.operands[k].ndim for k in batched) - (1 if vectors else 2)
     if layout is None or layout.dim >= limit:
         return None
     size = axis_size(layout, op.n)

@@ -20,7 +20,7 @@ __all__ = ["EFFECTS", "CannotExplode", "Step", "draws", "functional", "paths_of"
 EFFECTS: dict[Any, Any] = {}
 
 
-class CannotExplode(Exception):
+class CannotExplode(Exception):  # noqa: N818
     """The call cannot be replayed operator by operator."""
 
 

@@ -55,7 +55,7 @@ class Trace:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[OpRecord] = []
 
     def __torch_dispatch__(
@@ -75,7 +75,7 @@ class _Recorder(TorchDispatchMode):
         """Before ``squeeze_`` and its like: earlier records go on with the shape as it was."""
         if not any(x is out for record in self.records for out in record.outs):
             return None
-        before = torch.ops.aten.alias.default(x)
+        before: Tensor = torch.ops.aten.alias.default(x)
         if x.requires_grad:
             before.requires_grad_()
 
