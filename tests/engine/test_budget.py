@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution
 
 import koila_rl
 from tests.engine.losses import transitions
@@ -16,6 +17,22 @@ from tests.engine.test_ppo_dqn import ActorCritic, ppo, rollout
 from tests.helpers import LiveStorages, allow_unsplit, assert_close
 
 N = 256
+
+
+class Separate(ActorCritic):
+    """Policy and critic without a shared trunk.
+
+    Where a trunk is shared autograd adds two gradients in place, but out of place while a
+    dispatch mode watches, so the judge would see bytes that are not there otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(continuous=False)
+        self.critic = nn.Sequential(nn.Linear(5, 17), nn.Tanh(), nn.Linear(17, 1))
+
+    def forward(self, observation: Tensor) -> tuple[Distribution, Tensor]:
+        logits = self.policy(torch.tanh(self.trunk(observation)))
+        return Categorical(logits=logits), self.critic(observation).squeeze(-1)
 
 
 def cnn_batch() -> tuple[Tensor, ...]:
@@ -40,7 +57,7 @@ def peak_of(module: nn.Module, program: Any, batch: tuple[Tensor, ...]) -> int:
 CASES = {
     "CNN": (NatureCNN, regression, cnn_batch),
     "MLP": (mlp, regression, lambda: (normal(4 * N, 24), normal(4 * N, 4))),
-    "PPO": (lambda: ActorCritic(False), ppo_loss, lambda: rollout(False, 4 * N)),
+    "PPO": (Separate, ppo_loss, lambda: rollout(False, 4 * N)),
 }
 
 
