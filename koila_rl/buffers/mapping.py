@@ -51,7 +51,7 @@ class MappedFolder:
         self.path = path
         self.unnamed = unnamed
         self.description = description
-        self._mappings: list[MappedFile] = []
+        self._mappings: dict[str, MappedFile] = {}
 
     @classmethod
     def temporary_in(cls, path: Path) -> MappedFolder:
@@ -94,17 +94,23 @@ class MappedFolder:
         return cls(path, unnamed=False, description=description)
 
     def allocate(self, label: str, shape: tuple[int, ...], dtype: torch.dtype) -> MappedFile:
-        """A new file of zeros, its blocks reserved on the disk, mapped."""
-        size = _nbytes(shape, dtype)
+        """A new file of zeros, its blocks reserved on the disk, mapped.
+
+        Of a label that is there already it takes the place; the old mapping stays readable.
+        """
         if self.unnamed:
             with tempfile.TemporaryFile(dir=self.path) as file:
-                return self._map_new(file.fileno(), size, shape, dtype)
+                return self._map_new(label, file.fileno(), shape, dtype)
         columns = self.description["columns"]
-        file_name = f"{len(columns):02d}-{label.strip('_').replace('/', '_')}.bin"
+        replaced = columns.get(label)
+        self.description["files"] += 1
+        file_name = f"{self.description['files']:02d}-{label.strip('_').replace('/', '_')}.bin"
         with (self.path / file_name).open("xb+") as named:
-            mapping = self._map_new(named.fileno(), size, shape, dtype)
+            mapping = self._map_new(label, named.fileno(), shape, dtype)
         columns[label] = {"file": file_name, "shape": list(shape), "dtype": _dtype_name(dtype)}
         self.write_description()
+        if replaced is not None:
+            (self.path / replaced["file"]).unlink()
         return mapping
 
     def open_all(self) -> dict[str, MappedFile]:
@@ -113,7 +119,7 @@ class MappedFolder:
         for label, entry in self.description["columns"].items():
             with (self.path / entry["file"]).open("rb+") as file:
                 mapping = MappedFile(file.fileno(), tuple(entry["shape"]), _dtype(entry["dtype"]))
-            self._mappings.append(mapping)
+            self._mappings[label] = mapping
             found[label] = mapping
         return found
 
@@ -125,14 +131,15 @@ class MappedFolder:
 
     def flush(self) -> None:
         """Write changed pages and the description to the disk."""
-        for mapping in self._mappings:
+        for mapping in self._mappings.values():
             mapping.flush()
         self.write_description()
 
     def _map_new(
-        self, descriptor: int, size: int, shape: tuple[int, ...], dtype: torch.dtype
+        self, label: str, descriptor: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> MappedFile:
         # Without reserved blocks a full disk would end the process with SIGBUS at some write.
+        size = _nbytes(shape, dtype)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, max(1, size))
@@ -144,7 +151,7 @@ class MappedFolder:
                 "name a folder on a larger disk or take a smaller capacity"
             ) from error
         mapping = MappedFile(descriptor, shape, dtype)
-        self._mappings.append(mapping)
+        self._mappings[label] = mapping
         return mapping
 
 
@@ -171,7 +178,7 @@ def _verify(path: Path, label: str, entry: dict[str, Any]) -> None:
 
 
 def _blank() -> dict[str, Any]:
-    return {"format": _FORMAT, "columns": {}, "buffer": {}}
+    return {"format": _FORMAT, "files": 0, "columns": {}, "buffer": {}}
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -186,3 +186,20 @@ def test_saved_and_loaded_buffers_give_the_same_samples(tmp_path: Path) -> None:
                 assert len(other) == len(buffer)
                 assert (other.sample(40, lazy=False) == expected).all()
     assert [p.name for p in (tmp_path / "saved").iterdir() if p.is_dir()] == ["2"]
+
+
+def test_a_pool_that_grows_in_a_named_folder(tmp_path: Path) -> None:
+    environments = Environments(1, 3, np.random.default_rng(0), late=False)
+    buffer = ReplayBuffer(40, tmp_path / "here", frame_stack=3, n_envs=1)
+    rows: list[Transition] = []
+    for row in range(60):
+        environments.stacks = [environments.reset()]
+        rows += environments.step()
+        values, _ = as_tensordict(rows[-1:], row)
+        buffer.extend(values)
+    expected, _ = as_tensordict(rows[-40:], 20)
+    assert (buffer[:] == expected).all()
+    files = len(list((tmp_path / "here").glob("*.bin")))
+    assert files == len(buffer.storage.columns)
+    buffer.flush()
+    assert (ReplayBuffer.open(tmp_path / "here")[:] == buffer[:]).all()
