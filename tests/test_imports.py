@@ -18,7 +18,7 @@ LAYERS = (
     ("recording",),
     ("engine",),
     ("memory",),
-    ("session", "pending", "wrapping"),
+    ("session", "pending", "recovery", "wrapping"),
     ("buffers", "integrations"),
     ("spaces", "returns", "envs", "checkpoint", "metrics", "evaluation"),
     ("agents",),

@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 import koila_rl
 from koila_rl.agents.interface import Progress
 from koila_rl.agents.ppo import PPO
+from koila_rl.agents.presets import preset
 from koila_rl.errors import ConfigurationError, UnsupportedError
 from koila_rl.spaces import check_spaces
 from tests.environments import Counting, Endless, Identity, Pictures, vector
@@ -179,6 +180,20 @@ def test_same_seed_gives_the_same_parameters_and_others_others() -> None:
 
     assert torch.equal(learned(0), learned(0))
     assert not torch.equal(learned(0), learned(1))
+
+
+@pytest.mark.parametrize("microbatch", [7, 64])
+def test_split_or_not_an_update_gives_the_same_parameters(microbatch: int) -> None:
+    def learned(size: int | None) -> torch.Tensor:
+        settings = preset("ppo", "CartPole-v1")
+        with koila_rl.limits(microbatch=size):
+            return parameters(PPO("CartPole-v1", **settings).learn(200))
+
+    whole, split = learned(None), learned(microbatch)
+    plan = koila_rl.last_plan()
+    assert plan is not None
+    assert plan.microbatch_size == microbatch
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-5)
 
 
 def test_the_callers_random_state_is_left_alone() -> None:
