@@ -368,9 +368,9 @@ class Propagation:
         """Follow the row index ``0..N-1`` through its creation, views and casts."""
         if kind != "global":
             return
-        if op.name == "arange" and outs[0].shape[0] == self.n != op.outs2[0][0]:
-            if not op.args.get("start") and op.args.get("step") in (None, 1):
-                self.row_index.add(id(outs[0]))
+        from_zero = op.name == "arange" and not op["start"] and op["step"] in (None, 1)
+        if from_zero and outs[0].shape[0] == self.n != op.outs2[0][0]:
+            self.row_index.add(id(outs[0]))
         views = ("view", "unsqueeze", "_to_copy", "detach", "alias", "expand")
         if op.name in views and op.operands and op.operands[0].row_index:
             self.row_index.add(id(outs[0]))

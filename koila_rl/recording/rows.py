@@ -38,6 +38,13 @@ class Place:
         local = (block * count + sample.clamp(0, count - 1)) * inner + index % inner
         return local, inside
 
+    def whole(self, rows: Tensor) -> Tensor:
+        """Positions in the whole dimension of a microbatch's rows, in their order."""
+        outer, inner = self.layout.outer, self.layout.inner
+        blocks = torch.arange(outer, device=rows.device).view(-1, 1, 1) * self.size
+        within = torch.arange(inner, device=rows.device)
+        return ((blocks + rows.view(1, -1, 1)) * inner + within).reshape(-1)
+
 
 def _shaped(mask: Tensor, like: Tensor, dim: int) -> Tensor:
     """A mask of one dimension, lying along ``dim`` of a tensor."""
@@ -158,24 +165,26 @@ class View:
         return view.index_select(self.dim, rows.to(view.device))
 
 
-def flipped(dims: tuple[int, ...], dim: int) -> Callable[..., Tensor]:
+def flipped(dims: tuple[int, ...], dim: int, place: Place) -> Callable[..., Tensor]:
     """Rows of a flip along the batch, from the whole operand."""
     rest = [d for d in dims if d != dim]
 
     def run(rows: Tensor, x: Tensor, *_: Any) -> Tensor:
-        picked = x.index_select(dim, x.shape[dim] - 1 - rows.to(x.device))
+        picked = x.index_select(dim, x.shape[dim] - 1 - place.whole(rows.to(x.device)))
         return picked.flip(rest) if rest else picked
 
     return run
 
 
-def rolled(shifts: tuple[int, ...], dims: tuple[int, ...], dim: int) -> Callable[..., Tensor]:
+def rolled(
+    shifts: tuple[int, ...], dims: tuple[int, ...], dim: int, place: Place
+) -> Callable[..., Tensor]:
     """Rows of a roll along the batch, from the whole operand."""
     shift = sum(s for s, d in zip(shifts, dims, strict=True) if d == dim)
     rest = [(s, d) for s, d in zip(shifts, dims, strict=True) if d != dim]
 
     def run(rows: Tensor, x: Tensor, *_: Any) -> Tensor:
-        picked = x.index_select(dim, (rows.to(x.device) - shift) % x.shape[dim])
+        picked = x.index_select(dim, (place.whole(rows.to(x.device)) - shift) % x.shape[dim])
         return picked.roll([s for s, _ in rest], [d for _, d in rest]) if rest else picked
 
     return run

@@ -124,7 +124,8 @@ _SPATIAL = {
 
 
 @register("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d",
-          "adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d",
+          "adaptive_max_pool2d", "adaptive_max_pool3d",
+          "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d",
           "max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool2d", "max_pool3d",
           "mkldnn_max_pool2d", "mkldnn_max_pool3d", "max_pool1d_with_indices",
           "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d",

@@ -97,13 +97,19 @@ def moved_diagonal(op: Op) -> Verdict | None:
 def moved_flip(op: Op, dims: list[int]) -> Verdict | None:
     layout = op.operands[0].layout
     assert layout is not None
-    return moved(op, layout.dim, flipped(tuple(dims), layout.dim))
+    return _permuted(op, layout, flipped(tuple(dims), layout.dim, Place(layout, op.n)))
 
 
 def moved_roll(op: Op, shifts: list[int], dims: list[int]) -> Verdict | None:
     layout = op.operands[0].layout
     assert layout is not None
-    return moved(op, layout.dim, rolled(tuple(shifts), tuple(dims), layout.dim))
+    run = rolled(tuple(shifts), tuple(dims), layout.dim, Place(layout, op.n))
+    return _permuted(op, layout, run)
+
+
+def _permuted(op: Op, layout: Layout, run: Callable[..., Tensor]) -> Verdict:
+    """As many rows as before, in another order."""
+    return Verdict(outs=(layout,), uses={0: WHOLE}, instead=run)
 
 
 def moved_pad(op: Op) -> Verdict | None:
