@@ -99,7 +99,8 @@ class Pending:
             many = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             inputs = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in many]
         if node.attached is None and isinstance(node.call, Call):
-            session.run_backward(node, gradient, create_graph, self.live())
+            keep = bool(retain_graph) or inputs is not None
+            gradient = session.run_backward(node, gradient, create_graph, keep, self.live())
         self.attached(node).backward(gradient, retain_graph, create_graph, inputs=inputs)
 
     def backward_many(

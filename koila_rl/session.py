@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from koila_rl.engine.binding import bind, calls_behind
-from koila_rl.engine.gradients import Execution, RowSource
+from koila_rl.engine.delivery import aliases_of, deliver, spent
+from koila_rl.engine.gradients import Execution, RowSource, real_inputs
 from koila_rl.engine.program import Bound
 from koila_rl.engine.replay import Effects, Randomness
 from koila_rl.errors import (
     ConfigurationError,
-    StaleValueError,
     UnsplitWarning,
     UnsupportedError,
 )
-from koila_rl.memory.budget import format_bytes
+from koila_rl.gathering import (
+    Check,
+    Live,
+    check_fresh,
+    checks_of,
+    companions,
+    is_small,
+    source_tensor,
+    with_checks,
+)
+from koila_rl.memory.budget import active_device, format_bytes
 from koila_rl.memory.choose import choose
 from koila_rl.memory.plan import Plan, Unsplit
-from koila_rl.recording.clock import stepped_since
-from koila_rl.recording.values import Call, Captured, Node, Source, moment
+from koila_rl.recording.values import Node, moment
+from koila_rl.recovery import run_smaller
 
 __all__ = [
     "Live",
@@ -41,18 +51,7 @@ __all__ = [
     "source_tensor",
 ]
 
-Check = tuple[Node, str]
-
-# Values that somebody still holds are computed along, up to this size a sample.
-SMALL = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """Recorded values that somebody holds, and validations that have not been made."""
-
-    nodes: Sequence[Node] = ()
-    checks: Sequence[Check] = ()
+T = TypeVar("T")
 
 
 class _Local(threading.local):
@@ -87,111 +86,11 @@ def _warn(key: tuple[str, ...], message: str) -> None:
         warnings.warn(message, UnsplitWarning, stacklevel=4)
 
 
-def source_tensor(node: Node) -> Tensor:
-    """All rows of a wrapped minibatch."""
-    source = node.call
-    assert isinstance(source, Source)
-    if source.data is None:
-        source.data = RowSource(node).slice(0, node.meta.n)
-    return source.data
-
-
-def _checks(roots: Sequence[Node], open_checks: Sequence[Check]) -> list[Check]:
-    """The validations that belong to the roots' program and have not been made."""
-    calls = calls_behind(roots)
-    candidates = [*open_checks, *(check for call in calls for check in call.checks)]
-    if not candidates:
-        return []
-    known = _origins(roots)
-    found: dict[int, Check] = {}
-    for check in candidates:
-        node = check[0]
-        if node.value is None and id(node) not in found and known & _origins([node]):
-            found[id(node)] = check
-    return list(found.values())
-
-
-def _origins(roots: Sequence[Node]) -> set[int]:
-    """Identities of the calls and wrapped minibatches behind some values."""
-    found = {id(root.call) for root in roots}
-    for call in calls_behind(roots):
-        found.add(id(call))
-        found.update(id(x.call) for x in call.inputs if isinstance(x, Node))
-    return found
-
-
-def _companions(roots: Sequence[Node], live: Sequence[Node]) -> list[Node]:
-    """Live values that share recorded calls with the roots."""
-    chosen = {id(root) for root in roots}
-    others = [node for node in live if id(node) not in chosen]
-    if not others:
-        return []
-    # One walk for all: whether a call leads to one of the roots' calls.
-    leads = {id(call): True for call in calls_behind(roots)}
-
-    def follow(call: Call) -> bool:
-        stack = [call]
-        while stack:
-            top = stack[-1]
-            if id(top) in leads:
-                stack.pop()
-                continue
-            nodes = [x for x in top.inputs if isinstance(x, Node) and x.attached is None]
-            older = [x.call for x in nodes if isinstance(x.call, Call)]
-            waiting = [x for x in older if id(x) not in leads]
-            if waiting:
-                stack.extend(waiting)
-            else:
-                leads[id(top)] = any(leads[id(x)] for x in older)
-                stack.pop()
-        return leads[id(call)]
-
-    return [node for node in others if isinstance(node.call, Call) and follow(node.call)]
-
-
-def _small(node: Node) -> bool:
-    return node.meta.nbytes <= SMALL * max(node.meta.n, 1)
-
-
-def _check_fresh(bound: Bound) -> None:
-    """Refuse to run on tensors that changed after they were recorded."""
-    for call in bound.calls:
-        if call.state is not None and call.state.done:
-            continue
-        for x in call.inputs:
-            if isinstance(x, Captured):
-                tensor = x.tensor
-                changed = (
-                    (not tensor.is_inference() and tensor._version != x.version)
-                    or (x.pointer and tensor.data_ptr() != x.pointer)
-                    or stepped_since(tensor, x.steps)
-                )
-                if changed:
-                    raise StaleValueError(
-                        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} changed after "
-                        f"{call.info.name} was recorded with it, so its value at record time can "
-                        "no longer be computed. Read the value before the change, or keep it alive "
-                        "during backward(): values of up to 64 bytes a sample that are still held "
-                        "are computed along."
-                    )
-    for item in bound.tensors:
-        source = item.call if isinstance(item, Node) else None
-        if isinstance(source, Source) and item.attached is None:
-            if source.rows is not None and source.data is None:
-                source.rows.check()
-            elif (
-                source.data is not None
-                and source.pointer
-                and (
-                    (not source.data.is_inference() and source.data._version != source.version)
-                    or source.data.data_ptr() != source.pointer
-                )
-            ):
-                raise StaleValueError(
-                    f"the wrapped tensor of shape {tuple(source.data.shape)} changed in place "
-                    "after koila_rl.lazy() took it and before the recorded program ran. Change a copy, "
-                    "or run the program first."
-                )
+def _whole_inputs(bound: Bound) -> list[Any]:
+    return [
+        source_tensor(item) if isinstance(x, RowSource) else x
+        for item, x in zip(bound.tensors, real_inputs(bound), strict=True)
+    ]
 
 
 @contextmanager
@@ -204,16 +103,10 @@ def neutral() -> Iterator[None]:
         yield
 
 
-def run_whole(bound: Bound) -> list[Tensor]:
+def run_whole(bound: Bound, inputs: Sequence[Any] | None = None) -> list[Tensor]:
     """Run the calls as they were written; results carry PyTorch's own graph."""
-    inputs = []
-    for item in bound.tensors:
-        if isinstance(item, Captured):
-            inputs.append(item.tensor)
-        elif item.attached is not None:
-            inputs.append(item.attached)
-        else:
-            inputs.append(source_tensor(item))
+    if inputs is None:
+        inputs = _whole_inputs(bound)
     n = bound.program.n
     states = [call.state for call in bound.calls]
     with torch.enable_grad(), neutral():
@@ -272,37 +165,31 @@ def _gather(
     roots: list[Node], pending: Live, target: Node | None, purpose: str
 ) -> tuple[Bound, Plan, list[Check]]:
     """Roots with their companions and validations as one program, and its plan."""
-    checks = _checks(roots, pending.checks)
-    along = _companions(roots, pending.nodes)
-    small = [node for node in along if _small(node)]
-    bound = bind(_with_checks([*roots, *small], checks), target)
-    _check_fresh(bound)
+    checks = checks_of(roots, pending.checks)
+    along = companions(roots, pending.nodes)
+    small = [node for node in along if is_small(node)]
+    bound = bind(with_checks([*roots, *small], checks), target)
+    check_fresh(bound)
     plan = choose(bound, purpose)
     if not plan.split and len(small) < len(along):
         # Whole, everything that is held would be computed in eager too.
-        bound = bind(_with_checks([*roots, *along], checks), target)
+        bound = bind(with_checks([*roots, *along], checks), target)
     return bound, plan, checks
-
-
-def _with_checks(nodes: list[Node], checks: Sequence[Check]) -> list[Node]:
-    chosen = {id(node) for node in nodes}
-    return nodes + [node for node, _ in checks if id(node) not in chosen]
 
 
 def run_values(node: Node, live: Live) -> None:
     """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
     bound, plan, checks = _gather([node], live, None, "value")
-    _note(plan, bound)
-    if not plan.split:
-        with _checks_first(checks):
-            results = run_whole(bound)
-        for root, result in zip(bound.roots, results, strict=True):
-            _settle(root, result, attached=True)
-    else:
+
+    def attempt(size: int) -> tuple[list[Tensor], bool]:
         with _checks_first(checks), neutral():
-            results = Execution(bound, plan.microbatch_size).run(grad=False)
-        for root, result in zip(bound.roots, results, strict=True):
-            _settle(root, result, attached=False)
+            if size >= bound.program.n:
+                return run_whole(bound), True
+            return Execution(bound, size).run(grad=False), False
+
+    results, graph = _run(bound, plan, attempt)
+    for root, result in zip(bound.roots, results, strict=True):
+        _settle(root, result, attached=graph)
     _verify_checks(checks)
 
 
@@ -313,46 +200,110 @@ def run_graph(
     bound, plan, checks = _gather(list(nodes), live, None, "graph")
     if plan.split and (whole or cuts):
         plan = _whole_for_double_backward(bound, plan)
-    _note(plan, bound)
-    if not plan.split:
-        with _checks_first(checks):
-            results = run_whole(bound)
-        for root, result in zip(bound.roots, results, strict=True):
-            _settle(root, result, attached=True)
-    else:
+
+    def attempt(size: int) -> tuple[list[Tensor], bool]:
         with _checks_first(checks), neutral(), torch.enable_grad():
-            results = Execution(bound, plan.microbatch_size, strict=False).run(grad=True)
-        wanted = {id(node) for node in nodes}
-        for root, result in zip(bound.roots, results, strict=True):
-            _settle(root, result, attached=id(root) in wanted)
+            if size >= bound.program.n:
+                return run_whole(bound), True
+            return Execution(bound, size, strict=False).run(grad=True), False
+
+    results, every = _run(bound, plan, attempt)
+    wanted = {id(node) for node in nodes}
+    for root, result in zip(bound.roots, results, strict=True):
+        _settle(root, result, attached=every or id(root) in wanted)
     _verify_checks(checks)
 
 
-def run_backward(node: Node, gradient: Tensor | None, create_graph: bool, live: Live) -> None:
-    """Run the program of a loss for the backward that follows at once."""
+def run_backward(
+    node: Node, gradient: Tensor | None, create_graph: bool, keep: bool, live: Live
+) -> Tensor:
+    """Run the program of a loss for the backward that follows at once; returns its gradient.
+
+    Unless its graph is to be kept, all gradients are computed here, on aliases, and the
+    backward only delivers them.
+    """
     if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     bound, plan, checks = _gather([node], live, node, "backward")
     if plan.split and create_graph:
         plan = _whole_for_double_backward(bound, plan)
-    _note(plan, bound)
-    if not plan.split:
-        with _checks_first(checks):
-            results = run_whole(bound)
-        for root, result in zip(bound.roots, results, strict=True):
-            _settle(root, result, attached=True)
-    else:
-        seed = gradient
-        if seed is None:
-            seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
+    seed = gradient
+    if seed is None:
+        seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
+
+    def attempt(size: int) -> list[Outcome]:
         with _checks_first(checks), neutral(), torch.enable_grad():
-            results = Execution(bound, plan.microbatch_size).run(grad=True, gradient=seed)
-        # Values of the same graph get it too: it is used up by this backward, as in eager.
-        shared = _differentiable_calls(node)
-        same = [bool(shared & _differentiable_calls(root)) for root in bound.roots]
-        for root, result, attached in zip(bound.roots, results, same, strict=True):
-            _settle(root, result, attached=attached or root is node)
-    _verify_checks(checks)
+            whole = size >= bound.program.n
+            if whole and (keep or create_graph or not _may_fail(bound)):
+                return _outcomes(bound, run_whole(bound), checks, lambda root: True)
+            same = _same_graph(node)
+            if keep:
+                results = Execution(bound, size).run(grad=True, gradient=seed)
+                return _outcomes(bound, results, checks, same)
+            inputs = _whole_inputs(bound) if whole else real_inputs(bound)
+            inputs, leaves, originals = aliases_of(inputs)
+            if whole:
+                results = run_whole(bound, inputs)
+            else:
+                results = Execution(bound, size, inputs=inputs).run(grad=True, gradient=seed)
+            grads: list[Tensor | None] = []
+            if results[0].requires_grad:
+                grads += torch.autograd.grad(results[0], leaves, seed, allow_unused=True)
+            outcomes = _outcomes(bound, [x.detach() for x in results], checks, lambda root: False)
+            if not grads:
+                return outcomes
+            # Values of the same graph are used up with it, as in eager.
+            used = [x if not same(root) else (x[0], spent(x[0], originals))
+                    for root, x in zip(bound.roots, outcomes, strict=True)]  # fmt: skip
+            return [(outcomes[0][0], deliver(outcomes[0][0], grads, originals)), *used[1:]]
+
+    for root, (value, attached) in zip(bound.roots, _run(bound, plan, attempt), strict=True):
+        root.value = value
+        if attached is not None:
+            root.attached = attached
+    return seed
+
+
+# A value without a graph, and the same with one where it may be gone through backward.
+Outcome = tuple[Tensor, "Tensor | None"]
+
+
+def _outcomes(
+    bound: Bound, results: Sequence[Tensor], checks: Sequence[Check], graph: Callable[[Node], bool]
+) -> list[Outcome]:
+    """Values and graphs, after the validations among them have been made."""
+    messages = {id(node): message for node, message in checks}
+    for root, result in zip(bound.roots, results, strict=True):
+        if id(root) in messages and not bool(result.all()):
+            raise ValueError(messages[id(root)])
+    return [
+        (x.detach(), x if graph(root) or not root.meta.requires_grad else None)
+        for root, x in zip(bound.roots, results, strict=True)
+    ]
+
+
+def _same_graph(node: Node) -> Callable[[Node], bool]:
+    """Whether a value shares differentiable calls with ``node``."""
+    shared = _differentiable_calls(node)
+    return lambda root: root is node or bool(shared & _differentiable_calls(root))
+
+
+def _run(bound: Bound, plan: Plan, attempt: Callable[[int], T]) -> T:
+    """Run at the planned size, or smaller where the device runs out of memory all the same."""
+    size = plan.microbatch_size if plan.split else max(bound.program.n, 1)
+    result, used, failures = run_smaller(bound, size, attempt)
+    if failures:
+        count = -(-plan.batch_size // used)
+        passes = tuple(replace(item, microbatch_size=used, count=count) for item in plan.passes)
+        plan = replace(plan, passes=passes, retries=failures)
+    _note(plan, bound)
+    return result
+
+
+def _may_fail(bound: Bound) -> bool:
+    """Whether allocations on the program's device can fail with an error."""
+    device = next((root.meta.device for root in bound.roots), torch.device("cpu"))
+    return device.type != "cpu" or active_device.get() is not None
 
 
 def _whole_for_double_backward(bound: Bound, plan: Plan) -> Plan:

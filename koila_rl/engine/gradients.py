@@ -21,7 +21,7 @@ from koila_rl.engine.replay import Effects, Randomness
 from koila_rl.recording.layouts import Layout, join_into, slice_rows
 from koila_rl.recording.values import Captured, Node, Source
 
-__all__ = ["Execution", "microbatches"]
+__all__ = ["Execution", "RowSource", "microbatches", "real_inputs"]
 
 Progress = Callable[[int, int], None]
 
@@ -51,7 +51,9 @@ class Execution:
     # On fake tensors nothing can be compared.
     dry = False
 
-    def __init__(self, bound: Bound, size: int, strict: bool = True) -> None:
+    def __init__(
+        self, bound: Bound, size: int, strict: bool = True, inputs: Sequence[Any] | None = None
+    ) -> None:
         # A strict run may be gone through backward once, like any graph of PyTorch.
         self.strict = strict
         self.program = bound.program
@@ -60,8 +62,9 @@ class Execution:
         self.size = size
         self.effects = Effects(self.states)
         self.env: dict[int, Any] = {}
-        for x, item in zip(self.program.inputs, bound.tensors, strict=True):
-            self.env[x.number] = _real(item)
+        values = inputs if inputs is not None else real_inputs(bound)
+        for x, value in zip(self.program.inputs, values, strict=True):
+            self.env[x.number] = value
 
     def run(self, grad: bool, gradient: Tensor | None = None) -> list[Tensor]:
         """Run all levels and return the roots; with ``grad`` they carry graphs.
@@ -150,6 +153,11 @@ class Execution:
                 with torch.set_grad_enabled(grad):
                     out = reduction.combine(out)
             self.env[v] = out
+
+
+def real_inputs(bound: Bound) -> list[Any]:
+    """The tensors behind a program's inputs; `RowSource` for rows that are read on demand."""
+    return [_real(item) for item in bound.tensors]
 
 
 def _real(item: Any) -> Any:

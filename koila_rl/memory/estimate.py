@@ -143,7 +143,12 @@ def estimate(
                 roots = _run_split(program, tensors, consts, size, purpose, target)
             wanted = [roots[target]] if purpose == "backward" else roots
             wanted = [root for root in wanted if root.requires_grad]
-            if wanted:
+            leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+            if wanted and purpose == "backward" and size < program.n:
+                # As the session does it: all gradients first, then their delivery.
+                seed = torch.ones_like(roots[target])
+                _ = torch.autograd.grad(roots[target], leaves, seed, allow_unused=True)
+            elif wanted:
                 torch.autograd.backward(wanted, [torch.ones_like(root) for root in wanted])
         return Estimate(tracker.peak_bytes, tracker.peak_calls()[:8])
 

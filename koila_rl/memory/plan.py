@@ -50,6 +50,8 @@ class Plan:
     unsplit: tuple[str, ...] = ()
     unsplit_details: tuple[Unsplit, ...] = ()
     limited_by: str = ""
+    # How often the device ran out of memory all the same and the run started again, smaller.
+    retries: int = 0
 
     @property
     def peak_bytes(self) -> int:

@@ -1,0 +1,151 @@
+"""What a run computes: the values asked for, those that somebody holds, and validations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from koila_rl.engine.binding import calls_behind
+from koila_rl.engine.gradients import RowSource
+from koila_rl.engine.program import Bound
+from koila_rl.errors import StaleValueError
+from koila_rl.recording.clock import stepped_since
+from koila_rl.recording.values import Call, Captured, Node, Source
+
+__all__ = [
+    "Check",
+    "Live",
+    "check_fresh",
+    "checks_of",
+    "companions",
+    "is_small",
+    "source_tensor",
+    "with_checks",
+]
+
+Check = tuple[Node, str]
+
+# Values that somebody still holds are computed along, up to this size a sample.
+SMALL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Recorded values that somebody holds, and validations that have not been made."""
+
+    nodes: Sequence[Node] = ()
+    checks: Sequence[Check] = ()
+
+
+def source_tensor(node: Node) -> Tensor:
+    """All rows of a wrapped minibatch."""
+    source = node.call
+    assert isinstance(source, Source)
+    if source.data is None:
+        source.data = RowSource(node).slice(0, node.meta.n)
+    return source.data
+
+
+def checks_of(roots: Sequence[Node], open_checks: Sequence[Check]) -> list[Check]:
+    """The validations that belong to the roots' program and have not been made."""
+    calls = calls_behind(roots)
+    candidates = [*open_checks, *(check for call in calls for check in call.checks)]
+    if not candidates:
+        return []
+    known = _origins(roots)
+    found: dict[int, Check] = {}
+    for check in candidates:
+        node = check[0]
+        if node.value is None and id(node) not in found and known & _origins([node]):
+            found[id(node)] = check
+    return list(found.values())
+
+
+def _origins(roots: Sequence[Node]) -> set[int]:
+    """Identities of the calls and wrapped minibatches behind some values."""
+    found = {id(root.call) for root in roots}
+    for call in calls_behind(roots):
+        found.add(id(call))
+        found.update(id(x.call) for x in call.inputs if isinstance(x, Node))
+    return found
+
+
+def companions(roots: Sequence[Node], live: Sequence[Node]) -> list[Node]:
+    """Live values that share recorded calls with the roots."""
+    chosen = {id(root) for root in roots}
+    others = [node for node in live if id(node) not in chosen]
+    if not others:
+        return []
+    # One walk for all: whether a call leads to one of the roots' calls.
+    leads = {id(call): True for call in calls_behind(roots)}
+
+    def follow(call: Call) -> bool:
+        stack = [call]
+        while stack:
+            top = stack[-1]
+            if id(top) in leads:
+                stack.pop()
+                continue
+            nodes = [x for x in top.inputs if isinstance(x, Node) and x.attached is None]
+            older = [x.call for x in nodes if isinstance(x.call, Call)]
+            waiting = [x for x in older if id(x) not in leads]
+            if waiting:
+                stack.extend(waiting)
+            else:
+                leads[id(top)] = any(leads[id(x)] for x in older)
+                stack.pop()
+        return leads[id(call)]
+
+    return [node for node in others if isinstance(node.call, Call) and follow(node.call)]
+
+
+def is_small(node: Node) -> bool:
+    return node.meta.nbytes <= SMALL * max(node.meta.n, 1)
+
+
+def check_fresh(bound: Bound) -> None:
+    """Refuse to run on tensors that changed after they were recorded."""
+    for call in bound.calls:
+        if call.state is not None and call.state.done:
+            continue
+        for x in call.inputs:
+            if isinstance(x, Captured):
+                tensor = x.tensor
+                changed = (
+                    (not tensor.is_inference() and tensor._version != x.version)
+                    or (x.pointer and tensor.data_ptr() != x.pointer)
+                    or stepped_since(tensor, x.steps)
+                )
+                if changed:
+                    raise StaleValueError(
+                        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} changed after "
+                        f"{call.info.name} was recorded with it, so its value at record time can "
+                        "no longer be computed. Read the value before the change, or keep it alive "
+                        "during backward(): values of up to 64 bytes a sample that are still held "
+                        "are computed along."
+                    )
+    for item in bound.tensors:
+        source = item.call if isinstance(item, Node) else None
+        if isinstance(source, Source) and item.attached is None:
+            if source.rows is not None and source.data is None:
+                source.rows.check()
+            elif (
+                source.data is not None
+                and source.pointer
+                and (
+                    (not source.data.is_inference() and source.data._version != source.version)
+                    or source.data.data_ptr() != source.pointer
+                )
+            ):
+                raise StaleValueError(
+                    f"the wrapped tensor of shape {tuple(source.data.shape)} changed in place "
+                    "after koila_rl.lazy() took it and before the recorded program ran. Change a "
+                    "copy, or run the program first."
+                )
+
+
+def with_checks(nodes: list[Node], checks: Sequence[Check]) -> list[Node]:
+    chosen = {id(node) for node in nodes}
+    return nodes + [node for node, _ in checks if id(node) not in chosen]

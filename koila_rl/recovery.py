@@ -1,0 +1,117 @@
+"""Out of memory all the same: start the run again, smaller, as if nothing had happened.
+
+Another process may take memory between the plan and the run. Errors are handled after the
+``except`` block, since the traceback holds the tensors of the failed run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from koila_rl.engine.program import Bound
+from koila_rl.errors import InsufficientMemoryError
+from koila_rl.recording.values import Captured
+
+__all__ = ["forget_ceilings", "is_out_of_memory", "run_smaller"]
+
+T = TypeVar("T")
+
+# What allocators say where the error has no type of its own.
+_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, by type or by the known texts."""
+    if isinstance(error, InsufficientMemoryError):
+        return False
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(t in str(error).lower() for t in _TEXTS)
+
+
+def run_smaller(bound: Bound, size: int, attempt: Callable[[int], T]) -> tuple[T, int, int]:
+    """``attempt(size)``; after an out-of-memory error again with half the size, down to one.
+
+    Random states and buffers are rolled back before each further attempt, so the run ends as one at the size
+    finally used. Returns the result, that size and the number of failures.
+
+    Raises:
+        InsufficientMemoryError: one sample does not fit either; chained to the last error.
+    """
+    failures = 0
+    while True:
+        before: _Snapshot | None = None
+        failure: BaseException | None = None
+        try:
+            before = _Snapshot(bound)
+            return attempt(size), size, failures
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = _without_frames(error)
+        failures += 1
+        if before is not None:
+            before.restore()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if size <= 1 or bound.program.n <= 1 or not any(bound.program.stages):
+            raise InsufficientMemoryError(
+                f"the device ran out of memory with {size:,} of {bound.program.n:,} samples at a "
+                f"time ({failure}). No gradient has changed. Free memory on the device, or make "
+                "the network or the observation smaller."
+            ) from failure
+        size = max(1, min(size, bound.program.n) // 2)
+        bound.program.plans["ceiling"] = size
+
+
+def forget_ceilings(bound: Bound) -> None:
+    """Memory is back: let the planner choose freely again."""
+    bound.program.plans.pop("ceiling", None)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error without the frames and causes that keep the failed tensors alive."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
+
+
+class _Snapshot:
+    """Generators, random states and written buffers as they are before an attempt."""
+
+    def __init__(self, bound: Bound) -> None:
+        calls = [call for call in bound.calls if call.state is not None]
+        self.states: list[Any] = [call.state for call in calls]
+        self.memory = [(copy.copy(state.random), state.done) for state in self.states]
+        written = [
+            x.tensor
+            for call in calls
+            if call.info.effect and call.state is not None and not call.state.done
+            for x in call.inputs
+            if isinstance(x, Captured) and not x.tensor.requires_grad
+        ]
+        self.buffers = [(tensor, tensor.clone()) for tensor in written]
+        self.random = bound.program.random
+        if self.random:
+            self.host = torch.get_rng_state()
+            self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore(self) -> None:
+        for state, (random, done) in zip(self.states, self.memory, strict=True):
+            state.random, state.done = random, done
+        with torch.no_grad():
+            for tensor, value in self.buffers:
+                tensor.copy_(value)
+        if self.random:
+            torch.set_rng_state(self.host)
+            if self.cuda:
+                torch.cuda.set_rng_state_all(self.cuda)
