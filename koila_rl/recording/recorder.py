@@ -18,6 +18,7 @@ from koila_rl.recording.analysis import (
 )
 from koila_rl.recording.clock import optimizer_steps
 from koila_rl.recording.parts import parts_of
+from koila_rl.recording.rescale import form_of, may_rescale, rescaled
 from koila_rl.recording.template import Slots, fill, flatten, key_of, settled
 from koila_rl.recording.tensor import LazyTensor, untouched
 from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of, seeded_since
@@ -27,6 +28,8 @@ __all__ = ["analyses", "record", "run_eagerly"]
 
 # Analyses by call form. Each belongs to a form, not to a program: programs may alternate.
 _KNOWN: dict[Any, CallInfo | dict[Any, CallInfo]] = {}
+# The same by form without the minibatch size, for analyses that hold at every size.
+_FORMS: dict[Any, CallInfo] = {}
 _LIMIT = 50_000
 _count = 0
 
@@ -162,12 +165,22 @@ def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n:
         known = known.get(fixed)
     if known is not None:
         return known
-    batched = sum(meta.layout is not None for meta in metas)
-    _count += 1
-    info = analyse(func, template, metas, consts, n, batched)
-    info.autocast = autocast
+    general = _general_key(func, template, metas, n, autocast, kinds)
+    alike = _FORMS.get(general) if general is not None and not any(
+        not isinstance(x, float) for x in consts
+    ) else None  # fmt: skip
+    if alike is not None:
+        info = rescaled(alike, n)
+    else:
+        batched = sum(meta.layout is not None for meta in metas)
+        _count += 1
+        info = analyse(func, template, metas, consts, n, batched)
+        info.autocast = autocast
+        if general is not None and may_rescale(info):
+            _FORMS[general] = info
     if len(_KNOWN) > _LIMIT:
         _KNOWN.clear()
+        _FORMS.clear()
     objects = any(not isinstance(x, float) for x in consts)
     combined = any(step.reduction and step.reduction.combine for step in info.steps)
     if not consts or not (info.exploded or objects or info.writes or combined):
@@ -183,6 +196,21 @@ def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n:
     # Keys hold ids: keep what they name alive as long as the entry.
     info.keep = (metas, consts, func)
     return info
+
+
+def _general_key(
+    func: Any, template: Any, metas: list[Meta], n: int, autocast: Any, kinds: Any
+) -> Any:
+    """The key without the minibatch size; None where the call is bound to its size."""
+    forms = tuple(form_of(meta) for meta in metas)
+    if n <= 1 or None in forms:
+        return None
+    key = (func, key_of(template), forms, torch.is_grad_enabled(), autocast, kinds)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _kind(x: float) -> Any:
