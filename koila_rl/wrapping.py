@@ -13,6 +13,7 @@ from koila_rl.errors import BatchSizeError, ConfigurationError
 from koila_rl.pending import PENDING
 from koila_rl.recording import (  # noqa: F401
     entrypoints,
+    looking,
     rules_explicit,
     rules_index,
     rules_linear,

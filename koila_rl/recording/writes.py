@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from koila_rl.recording.analysis import describe_function
@@ -95,6 +96,24 @@ class Written(_Chain):
         return new
 
 
+class _KeepGraph(torch.autograd.Function):
+    """Other numbers in the place of a value, on its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, written: Tensor) -> Tensor:
+        return written.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def keep_graph(base: Tensor, written: Tensor) -> Tensor:
+    """A write without gradients changes the numbers of a value and not its graph."""
+    kept: Tensor = _KeepGraph.apply(base, written)  # type: ignore[no-untyped-call]
+    return kept
+
+
 def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
     """Record an in-place call on a lazy tensor and move its storage group to the new base."""
     from koila_rl.recording.recorder import record
@@ -110,11 +129,16 @@ def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
     write = Written(target._chain, func, template, hole)
     n = info.n
     size = batch_shape(n) if n > 1 else n
-    group.base = node_of(record(write, (base, others, slots.consts, size), {}))
+    written = record(write, (base, others, slots.consts, size), {})
+    if not torch.is_grad_enabled() and group.base.meta.requires_grad:
+        with torch.enable_grad():
+            written = record(keep_graph, (base, written), {})
+    group.base = node_of(written)
     new = LazyTensor(group.base, runtime)
     for member in group.live():
         if member._chain:
-            member._node = node_of(record(ViewOf(member._chain, None), (new, size), {}))
+            with torch.set_grad_enabled(torch.is_grad_enabled() or member.requires_grad):
+                member._node = node_of(record(ViewOf(member._chain, None), (new, size), {}))
         else:
             member._node = group.base
     outs = [slots.tensors[same] if same is not None else target for same in info.same]

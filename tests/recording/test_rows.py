@@ -124,3 +124,26 @@ def test_unbind_into_many_rows_is_whole_and_right() -> None:
     with pytest.warns(koila_rl.errors.UnsplitWarning, match="unbind"):
         agree(lambda x: torch.stack(x.unbind(0)).cumsum(0), torch.randn(70, 1).double(),
               microbatch=30, splits=False)  # fmt: skip
+
+
+def test_a_write_without_gradients_keeps_the_graph() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        view = y[:, 1:]
+        with torch.no_grad():
+            y.clamp_(min=0.3)
+        return (y**2).sum() + (view**3).sum()
+
+    agree(function, _matrix())
+
+
+def test_a_variance_is_validated_at_the_run() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.nn.functional.gaussian_nll_loss(x, x.detach() + 1, x.exp(), full=True)
+
+    agree(function, _matrix())
+    with koila_rl.limits(microbatch=2):
+        x = koila_rl.lazy(_matrix())
+        loss = torch.nn.functional.gaussian_nll_loss(x, x, x)
+        with pytest.raises(ValueError, match="var has negative"):
+            loss.item()
