@@ -129,6 +129,7 @@ def _describe(func: Any, template: Any, metas: list[Meta], first: _Traced, n: in
         results=tuple(range(len(metas), len(metas) + len(outs))),
         n=n,
         random=any(map(draws, first.trace.records)),
+        traffic=sum(x.nbytes for record in first.trace.records for x in record.outs),
         aliases=[storages.get(x.untyped_storage()._cdata) for x in outs],
         same=[next((k for k, y in enumerate(first.leaves) if y is x), None) for x in outs],
         writes=tuple(k for cdata, k in storages.items() if cdata in written),
@@ -219,7 +220,8 @@ def _is_view(info: CallInfo, first: _Traced) -> bool:
         any(a.alias_info is not None for a in record.func._schema.arguments)
         for record in first.trace.records
     )
-    wide = len(info.metas) == 1 and any(size > 1 for size in info.metas[0].shape)
+    alone = len(info.metas) == 1 and info.paths[0] == ()
+    wide = alone and any(size > 1 for size in info.metas[0].shape)
     return views and wide and info.aliases[0] is not None and info.same[0] is None
 
 
