@@ -72,7 +72,7 @@ def last_plan() -> Plan | None:
 def note_eager(name: str) -> None:
     """A call that had to see values ran on the whole minibatch, outside any program."""
     _local.eager = [*_local.eager[-63:], (name, moment())]
-    _local.plan = Plan(0, (), None, 0, unsplit=(name,))
+    _local.plan = Plan(0, (), None, unsplit=(name,))
     _warn(
         (name,),
         f"{name} looks at values or draws from a seed set meanwhile, so it ran "

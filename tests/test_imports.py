@@ -18,7 +18,7 @@ LAYERS = (
     ("recording",),
     ("engine",),
     ("memory",),
-    ("session", "pending", "recovery", "wrapping"),
+    ("session", "gathering", "pending", "recovery", "verification", "wrapping"),
     ("buffers", "integrations"),
     ("spaces", "returns", "envs", "checkpoint", "metrics", "evaluation"),
     ("agents",),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from koila_rl.engine.program import Bound
+from koila_rl.engine.program import Bound, Program
 from koila_rl.errors import InsufficientMemoryError
 from koila_rl.memory.budget import active_device, budget_bytes, format_bytes
 from koila_rl.memory.estimate import Estimate, InputForm, estimate, input_forms
@@ -21,24 +21,29 @@ __all__ = ["choose"]
 TRACES = 4
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Peaks:
-    """Peaks of one program by microbatch size, traced once each."""
+    """Peaks of one program by microbatch size, traced once each. Holds none of its tensors."""
 
-    bound: Bound
+    program: Program
+    consts: list[Any]
     forms: tuple[InputForm, ...]
     purpose: str
-    target: int
 
     def at(self, size: int) -> Estimate:
-        known = self.bound.program.plans
-        key = ("peak", self.forms, self.purpose, self.target, min(size, self.bound.program.n))
+        known = self.program.plans
+        key = ("peak", self.forms, self.purpose, min(size, self.program.n))
         found: Estimate | None = known.get(key)
         if found is None:
             found = known[key] = estimate(
-                self.bound.program, self.forms, self.bound.consts, size, self.purpose, self.target
+                self.program, self.forms, self.consts, size, self.purpose, 0
             )
         return found
+
+    def bound(self) -> int:
+        """Bytes that no run can pass: all that is computed forward, and backward as much twice."""
+        computed: int = sum(info.traffic for info in self.program.calls)
+        return 4 * (computed + sum(_bytes(form) for form in self.forms))
 
 
 def choose(bound: Bound, purpose: str, whole: bool = False) -> Plan:
@@ -54,14 +59,18 @@ def choose(bound: Bound, purpose: str, whole: bool = False) -> Plan:
     budget = _budget(limits.memory, device)
     if whole:
         return _plan(
-            bound, _Peaks(bound, forms, purpose, 0), max(program.n, 1), budget, "", purpose
+            bound,
+            _Peaks(program, bound.consts, forms, purpose),
+            max(program.n, 1),
+            budget,
+            "",
+            purpose,
         )
     key = ("plan", forms, purpose, limits.microbatch, limits.memory)
     known: Plan | None = program.plans.get(key)
-    holds = known is not None and (known.peak_bytes <= budget or limits.microbatch is not None)
-    if known is not None and holds and (not known.split or known.budget_bytes == budget):
-        return replace(known, budget_bytes=budget)
-    peaks = _Peaks(bound, forms, purpose, 0)
+    if known is not None and known.budget_bytes == budget:
+        return known
+    peaks = _Peaks(program, bound.consts, forms, purpose)
     if limits.microbatch is not None and program.n > 1:
         size, reason = min(program.n, limits.microbatch), "limits(microbatch) says so"
     else:
@@ -87,6 +96,8 @@ def _budget(memory: Any, device: torch.device) -> int:
 
 def _fit(peaks: _Peaks, n: int, budget: int, bound: Bound) -> tuple[int, str]:
     """The microbatch size: N if it fits, else even parts of the largest size found to fit."""
+    if 2 * peaks.bound() <= budget:
+        return max(n, 1), ""
     whole = peaks.at(max(n, 1))
     if whole.peak_bytes <= budget:
         return max(n, 1), ""
@@ -141,17 +152,20 @@ def _plan(bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, purp
     program = bound.program
     n = max(program.n, 1)
     count = -(-n // size)
-    peak = peaks.at(size).peak_bytes
+
+    def trace() -> int:
+        return peaks.at(size).peak_bytes
+
     details = unsplit_details(bound) if count > 1 else ()
-    passes = [Pass(size, count, peak)]
+    passes = [Pass(size, count, trace)]
     if count > 1 and purpose == "backward" and (not program.fused or program.schedule.last > 1):
-        passes.append(Pass(size, count, peak))
+        passes.append(Pass(size, count, trace))
     resident = sum(_bytes(form) for form in peaks.forms if form.rows is None)
     return Plan(
         batch_size=n,
         passes=tuple(passes),
         budget_bytes=budget,
-        live_bytes=peak,
+        trace=trace,
         resident_bytes=resident,
         unsplit=tuple(dict.fromkeys(detail.name for detail in details)),
         unsplit_details=details,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from koila_rl.memory.budget import format_bytes
 
 __all__ = ["Pass", "Plan", "Unsplit"]
+
+# A prediction in bytes, made when first asked for.
+Trace = Callable[[], int]
+
+
+def nothing() -> int:
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +23,12 @@ class Pass:
 
     microbatch_size: int
     count: int
-    peak_bytes: int
+    trace: Trace = field(default=nothing, repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of live tensors at once."""
+        return self.trace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +57,7 @@ class Plan:
     batch_size: int
     passes: tuple[Pass, ...]
     budget_bytes: int | None
-    live_bytes: int
+    trace: Trace = field(default=nothing, repr=False, compare=False)
     workspace_bytes: int = 0
     resident_bytes: int = 0
     unsplit: tuple[str, ...] = ()
@@ -52,6 +65,13 @@ class Plan:
     limited_by: str = ""
     # How often the device ran out of memory all the same and the run started again, smaller.
     retries: int = 0
+
+    @property
+    def live_bytes(self) -> int:
+        """Predicted when asked for, unless the choice needed it: a minibatch that fits many
+        times over is not traced before it runs.
+        """
+        return self.trace()
 
     @property
     def peak_bytes(self) -> int:

@@ -45,6 +45,8 @@ class CallInfo:
     writes: tuple[int, ...] = ()
     exploded: bool = False
     mixes: bool = False
+    # Bytes of all results inside the call at full size.
+    traffic: int = 0
 
     @property
     def effect(self) -> bool:

@@ -53,7 +53,8 @@ def rescaled(info: CallInfo, n: int) -> CallInfo:
         metas=tuple((meta.shape, meta.dtype, meta.device) for meta in metas),
         n=None if info.steps[0].n is None else n,
     )
-    return replace(info, metas=metas, steps=[step], n=n)
+    traffic = info.traffic * max(1, -(-n // info.n))
+    return replace(info, metas=metas, steps=[step], n=n, traffic=traffic)
 
 
 def _at(meta: Meta, n: int) -> Meta:
