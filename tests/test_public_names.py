@@ -19,6 +19,7 @@ FUNCTIONS = {
     "plan",
     "set_limits",
     "train",
+    "verify",
     "wrap",
 }
 CLASSES = {
@@ -30,6 +31,7 @@ CLASSES = {
     "RolloutBuffer",
     "SimulatedDevice",
     "TrainResult",
+    "Verification",
 }
 ERRORS = {
     "BatchSizeError",

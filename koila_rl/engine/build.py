@@ -114,7 +114,12 @@ def _fuse(
             return plan, None
         tail = [steps[k] for k in sorted(needed)
                 if steps[k].step.kind == "global" and steps[k].level > last]  # fmt: skip
-        if linear_in(tail, sums, aim):
+        # Whatever the last stage makes is unknown then: nothing may multiply it with a sum.
+        unknown = {
+            v for k in needed for v in steps[k].outputs
+            if steps[k].level == last and steps[k].step.kind != "global"
+        }  # fmt: skip
+        if linear_in(tail, unknown, aim):
             return plan, tuple(sorted(v for v in sums if grads.get(v)))
         plain = frozenset(k for k in inside if not steps[k].requires_grad)
         late = frozenset(
@@ -140,9 +145,6 @@ def _assemble(
     fused: tuple[int, ...] | None,
     written_roots: list[int],
 ) -> Program:
-    metas = {
-        v: s.step.metas[k] for s in steps for k, v in enumerate(s.outputs) if v in (fused or ())
-    }
     offsets = []
     total = 0
     for call in calls:
@@ -176,7 +178,12 @@ def _assemble(
     ]
     if fused is not None and aim >= 0:
         program.tail = _tail(program, aim, fused, offsets)
-        program.fused_metas = metas
+        program.fused_metas = {
+            v: s.step.metas[k]
+            for s in steps
+            for k, v in enumerate(s.outputs)
+            if v in fused or (v in program.tail.inputs and s.step.kind != "global")
+        }
     program.drops = _drops(program)
     return program
 

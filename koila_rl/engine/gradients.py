@@ -91,23 +91,20 @@ class Execution:
         """Gradients of the last stage's sums, which do not depend on the values of the sums."""
         tail = self.program.tail
         assert tail is not None
-        standins = {v: x.requires_grad_() for v, x in self.standins().items()}
-        inputs = [standins.get(v, self.env.get(v)) for v in tail.inputs]
+        # Zeros in the place of what the last stage will make.
+        zeros = {
+            v: torch.zeros(shape, dtype=dtype, device=device)
+            for v, (shape, dtype, device) in self.program.fused_metas.items()
+            if v not in self.env
+        }
+        sums = {v: zeros[v].requires_grad_() for v in self.program.fused or ()}
+        inputs = [zeros[v] if v in zeros else self.whole(v) for v in tail.inputs]
         with torch.enable_grad():
             (target,) = tail.body(0, self.consts, self.randomness(0, -1), self.effects, *inputs)
             if not target.requires_grad:
                 return {}
-            found = torch.autograd.grad(
-                target, list(standins.values()), gradient, allow_unused=True
-            )
-        return {v: g for v, g in zip(standins, found, strict=True) if g is not None}
-
-    def standins(self) -> dict[int, Tensor]:
-        """Zeros in the place of the last stage's sums."""
-        return {
-            v: torch.zeros(shape, dtype=dtype, device=device)
-            for v, (shape, dtype, device) in self.program.fused_metas.items()
-        }
+            found = torch.autograd.grad(target, list(sums.values()), gradient, allow_unused=True)
+        return {v: g for v, g in zip(sums, found, strict=True) if g is not None}
 
     def places(self, n: int) -> list[tuple[int, int]]:
         """The microbatches of a stage of n samples."""

@@ -49,6 +49,12 @@ class CallInfo:
     traffic: int = 0
 
     @property
+    def combines(self) -> bool:
+        """Whether partial results of microbatches are combined by more than adding them up."""
+        return any(step.reduction is not None and step.reduction.combine is not None
+                   for step in self.steps)  # fmt: skip
+
+    @property
     def effect(self) -> bool:
         """Whether the call writes to tensors outside the program."""
         return hasattr(self.func, "whole")

@@ -17,6 +17,7 @@ from koila_rl.recording.analysis import (
     may_write,
 )
 from koila_rl.recording.clock import optimizer_steps
+from koila_rl.recording.flat import flat_key, kind_of
 from koila_rl.recording.parts import parts_of
 from koila_rl.recording.rescale import form_of, may_rescale, rescaled
 from koila_rl.recording.template import Slots, fill, flatten, key_of, settled
@@ -28,6 +29,8 @@ __all__ = ["analyses", "record", "run_eagerly"]
 
 # Analyses by call form. Each belongs to a form, not to a program: programs may alternate.
 _KNOWN: dict[Any, CallInfo | dict[Any, CallInfo]] = {}
+# Calls without containers by a key that is made in one pass, with what the key names by id.
+_FLAT: dict[Any, tuple[CallInfo, list[Meta]]] = {}
 # The same by form without the minibatch size, for analyses that hold at every size.
 _FORMS: dict[Any, CallInfo] = {}
 _LIMIT = 50_000
@@ -41,6 +44,12 @@ def analyses() -> int:
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record ``func(*args, **kwargs)`` and return its result as lazy tensors."""
+    slots = Slots([], [])
+    key = flat_key(func, args, kwargs, slots)
+    if key is not None:
+        seen = _FLAT.get(key)
+        if seen is not None:
+            return append(seen[0], slots)
     slots = Slots([], [])
     template = (flatten(args, slots, {}), flatten(kwargs, slots, {}))
     lazies = [x for x in slots.tensors if isinstance(x, LazyTensor)]
@@ -75,10 +84,18 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return record_write(func, template, slots, info)
     if info.mixes and (parts := parts_of(func, args, kwargs)) is not None:
         return parts
-    return append(info, template, slots, lazies[0])
+    if key is not None and _repeats_alike(info, slots.consts):
+        _FLAT[key] = (info, metas)
+    return append(info, slots)
 
 
-def append(info: CallInfo, template: Any, slots: Slots, like: LazyTensor) -> Any:
+def _repeats_alike(info: CallInfo, consts: list[Any]) -> bool:
+    """Whether a call with the same flat key needs nothing but a place in the program."""
+    plain = not (info.mixes or info.writes or info.random or info.effect)
+    return plain and not (consts and (info.exploded or info.combines))
+
+
+def append(info: CallInfo, slots: Slots) -> Any:
     """The call node, and lazy tensors for its results."""
     inputs: list[Node | Captured] = [
         x._node if isinstance(x, LazyTensor) else Captured(x, optimizer_steps())
@@ -86,6 +103,7 @@ def append(info: CallInfo, template: Any, slots: Slots, like: LazyTensor) -> Any
     ]
     if not info.metas:
         return info.out
+    like = next(x for x in slots.tensors if isinstance(x, LazyTensor))
     runtime = like._runtime
     call = Call(info, inputs, slots.consts, torch.is_grad_enabled())
     call.checks = runtime.checks()
@@ -152,7 +170,7 @@ def _is_row_index(x: Tensor, n: int) -> bool:
 def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n: int) -> CallInfo:
     global _count
     autocast = _autocast_state()
-    kinds = tuple(_kind(x) for x in consts if isinstance(x, float))
+    kinds = tuple(kind_of(x) for x in consts if isinstance(x, float))
     key = (
         func, key_of(template), tuple(map(id, metas)), n, torch.is_grad_enabled(), autocast, kinds,
     )  # fmt: skip
@@ -181,9 +199,9 @@ def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n:
     if len(_KNOWN) > _LIMIT:
         _KNOWN.clear()
         _FORMS.clear()
+        _FLAT.clear()
     objects = any(not isinstance(x, float) for x in consts)
-    combined = any(step.reduction and step.reduction.combine for step in info.steps)
-    if not consts or not (info.exploded or objects or info.writes or combined):
+    if not consts or not (info.exploded or objects or info.writes or info.combines):
         _KNOWN[key] = info
     else:
         # Replayed operator by operator, the constants are written into the steps; the way to
@@ -211,13 +229,6 @@ def _general_key(
     except TypeError:
         return None
     return key
-
-
-def _kind(x: float) -> Any:
-    """What about a number may change the course of a call: dropout at 0, a norm at 2 or inf."""
-    if x in (0.0, 1.0, 2.0) or x - x != 0:
-        return repr(x)
-    return x < 0
 
 
 def _autocast_state() -> Any:
