@@ -42,8 +42,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def run_smaller(bound: Bound, size: int, attempt: Callable[[int], T]) -> tuple[T, int, int]:
     """``attempt(size)``; after an out-of-memory error again with half the size, down to one.
 
-    Random states and buffers are rolled back before each further attempt, so the run ends as one at the size
-    finally used. Returns the result, that size and the number of failures.
+    Random states and buffers are rolled back before each further attempt, so the run ends as
+    one at the size finally used. Returns the result, that size and the number of failures.
 
     Raises:
         InsufficientMemoryError: one sample does not fit either; chained to the last error.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -127,11 +128,13 @@ def test_distributions_check_their_arguments_without_running_the_network() -> No
 
 @pytest.mark.parametrize("microbatch", [1, 4])
 def test_distributions_refuse_what_they_refuse_eagerly(microbatch: int) -> None:
+    # Some libraries switch validation off for the whole process when they are imported.
+    checked = functools.partial(Categorical, validate_args=True)
     below_zero = torch.tensor([[-1.0, 2.0, 0.5]] * 4)
 
     def normalised(probabilities: Tensor) -> Tensor:
         with koila_rl.limits(microbatch=microbatch):
-            return koila_rl.materialize(Categorical(probs=koila_rl.lazy(probabilities)).probs)
+            return koila_rl.materialize(checked(probs=koila_rl.lazy(probabilities)).probs)
 
     with pytest.raises(ValueError, match="probs"):
         normalised(below_zero)
@@ -141,7 +144,7 @@ def test_distributions_refuse_what_they_refuse_eagerly(microbatch: int) -> None:
 
     def update() -> None:
         logits = layer(koila_rl.lazy(torch.ones(4, 3)))
-        Categorical(logits=logits).log_prob(koila_rl.lazy(torch.full((4,), 7))).mean().backward()
+        checked(logits=logits).log_prob(koila_rl.lazy(torch.full((4,), 7))).mean().backward()
 
     with koila_rl.limits(microbatch=microbatch), pytest.raises(ValueError, match="value"):
         update()
