@@ -22,8 +22,8 @@ from koila_rl.recording.rules import (
     Reduction,
     Use,
     Verdict,
-    axis_size,
     find_rule,
+    holds,
 )
 from koila_rl.recording.sizes import batch_shape
 from koila_rl.recording.steps import (
@@ -60,6 +60,8 @@ class Propagation:
         self.row_numbers: dict[tuple[int, int], int] = {}
         # Copies made below autograd, as of a conjugate, do not say that they carry gradients.
         self.grads: set[int] = set()
+        # Values ``0, step, 2 * step, ...`` made inside the call.
+        self.strides: dict[int, int] = {}
         self.row_index: set[int] = set()
         self.storages: dict[int, set[int]] = {}
         self.alive: list[Tensor] = []
@@ -174,6 +176,8 @@ class Propagation:
         rule = find_rule(op.func)
         if rule is None:
             return None
+        if op.name.startswith("_embedding_bag"):
+            op.args["__step"] = self.strides.get(id(op.operands[2].tensor))
         if "index_put" in op.name:
             op.args["__lookup_shape"] = self.lookup_shape(op)
         kept = [operand.layout for operand in op.operands]
@@ -181,7 +185,7 @@ class Propagation:
             for k, operand in enumerate(op.operands):
                 operand.layout = trial.get(k)
             verdict = rule(op)
-            if verdict is not None and self.holds(op, verdict):
+            if verdict is not None and holds(op, verdict):
                 return verdict
         for k, operand in enumerate(op.operands):
             operand.layout = kept[k]
@@ -212,27 +216,6 @@ class Propagation:
             return ()
         with fakes(), torch.no_grad():
             return tuple(op.operands[0].tensor[tuple(indices)].shape)
-
-    def holds(self, op: Op, verdict: Verdict) -> bool:
-        """Whether shapes at both sizes follow the layouts that the rule claims."""
-        if verdict.decomposition is not None:
-            return True
-        for k, use in verdict.uses.items():
-            operand = op.operands[k]
-            if use.layout is not None and not _follows(
-                operand.shape, operand.shape2, use.layout, *verdict.axis or (op.n, op.n2)
-            ):
-                return False
-        if verdict.reduction is not None:
-            return op.outs == op.outs2
-        axis = verdict.axis or (op.n, op.n2)
-        for shape, shape2, layout in zip(op.outs, op.outs2, verdict.outs, strict=True):
-            if layout is None:
-                if shape != shape2:
-                    return False
-            elif not _follows(shape, shape2, layout, *axis):
-                return False
-        return not (verdict.outs and all(layout is None for layout in verdict.outs))
 
     def decompose(self, a: OpRecord, b: OpRecord, instead: Callable[..., Any]) -> None:
         """Run other operators for this one; its results take the numbers of the old ones."""
@@ -279,6 +262,8 @@ class Propagation:
             operands = (*operands, (self.numbered(axis), Use(Layout(0))))
             template = ((Ref(len(operands) - 1), *template[0]), template[1])
             self.plain = False
+        if verdict is not None and verdict.native:
+            self.blocked = f"{op.name} by itself"
         if numbers or axis != (self.n, self.n2):
             # A number that depends on the minibatch size is right as it is at full size.
             self.plain, self.varies = False, True
@@ -368,12 +353,17 @@ class Propagation:
         """Follow the row index ``0..N-1`` through its creation, views and casts."""
         if kind != "global":
             return
-        from_zero = op.name == "arange" and not op["start"] and op["step"] in (None, 1)
-        if from_zero and outs[0].shape[0] == self.n != op.outs2[0][0]:
-            self.row_index.add(id(outs[0]))
+        if op.name == "arange" and not op["start"] and outs[0].shape[0] == self.n != op.outs2[0][0]:
+            self.strides[id(outs[0])] = op["step"] or 1
+            if op["step"] in (None, 1):
+                self.row_index.add(id(outs[0]))
         views = ("view", "unsqueeze", "_to_copy", "detach", "alias", "expand")
-        if op.name in views and op.operands and op.operands[0].row_index:
-            self.row_index.add(id(outs[0]))
+        if op.name in views and op.operands:
+            origin = op.operands[0]
+            if origin.row_index:
+                self.row_index.add(id(outs[0]))
+            if id(origin.tensor) in self.strides:
+                self.strides[id(outs[0])] = self.strides[id(origin.tensor)]
 
     def out_layouts(self, op: Op, verdict: Verdict | None) -> list[Layout | None]:
         if verdict is None:
@@ -386,13 +376,3 @@ class Propagation:
         if verdict.reduction is not None:
             return [None] * len(op.outs)
         return list(verdict.outs)
-
-
-def _follows(
-    shape: tuple[int, ...], shape2: tuple[int, ...], layout: Layout, n: int, n2: int
-) -> bool:
-    return (
-        layout.dim < len(shape)
-        and shape[layout.dim] == axis_size(layout, n)
-        and shape2[layout.dim] == axis_size(layout, n2)
-    )

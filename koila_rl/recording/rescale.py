@@ -37,7 +37,7 @@ def form_of(meta: Meta) -> Any:
 def may_rescale(info: CallInfo) -> bool:
     """Whether the call runs as it was written, so that nothing of its size is in its steps."""
     return (
-        not (info.exploded or info.writes or info.mixes)
+        not (info.exploded or info.writes or info.mixes or info.combines)
         and len(info.steps) == 1
         and info.steps[0].n in (None, info.n)
         and not any(step.ops for step in info.steps if step.kind != "global")

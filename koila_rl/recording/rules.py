@@ -25,6 +25,7 @@ __all__ = [
     "Verdict",
     "align",
     "find_rule",
+    "holds",
     "pointwise",
     "register",
     "search",
@@ -64,7 +65,8 @@ class Verdict:
 
     With ``instead``, each microbatch runs ``instead(rows, *args, **kwargs)`` in place of the
     operator, ``rows`` being the numbers of its rows. ``axis`` is the size of the results' batch
-    axis at both minibatch sizes where it is another than the minibatch's, as in ``x[1:]``.
+    axis at both minibatch sizes where it is another than the minibatch's, as in ``x[1:]``. With
+    ``native`` only the call as it was written is right on a microbatch, not its operators.
     """
 
     outs: tuple[Layout | None, ...] = ()
@@ -73,6 +75,7 @@ class Verdict:
     decomposition: Callable[..., Any] | None = None
     instead: Callable[..., Any] | None = None
     axis: tuple[int, int] | None = None
+    native: bool = False
 
 
 @dataclass(slots=True)
@@ -161,6 +164,38 @@ def find_rule(func: Any) -> Rule | None:
 
 def axis_size(layout: Layout, n: int) -> int:
     return layout.outer * n * layout.inner
+
+
+def holds(op: Op, verdict: Verdict) -> bool:
+    """Whether shapes at both sizes follow the layouts that the rule claims."""
+    if verdict.decomposition is not None:
+        return True
+    for k, use in verdict.uses.items():
+        operand = op.operands[k]
+        if use.layout is not None and not _follows(
+            operand.shape, operand.shape2, use.layout, *verdict.axis or (op.n, op.n2)
+        ):
+            return False
+    if verdict.reduction is not None:
+        return op.outs == op.outs2
+    axis = verdict.axis or (op.n, op.n2)
+    for shape, shape2, layout in zip(op.outs, op.outs2, verdict.outs, strict=True):
+        if layout is None:
+            if shape != shape2:
+                return False
+        elif not _follows(shape, shape2, layout, *axis):
+            return False
+    return not (verdict.outs and all(layout is None for layout in verdict.outs))
+
+
+def _follows(
+    shape: tuple[int, ...], shape2: tuple[int, ...], layout: Layout, n: int, n2: int
+) -> bool:
+    return (
+        layout.dim < len(shape)
+        and shape[layout.dim] == axis_size(layout, n)
+        and shape2[layout.dim] == axis_size(layout, n2)
+    )
 
 
 def split(op: Op, *outs: Layout | None, uses: dict[int, Use] | None = None) -> Verdict:

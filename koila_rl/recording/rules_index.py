@@ -91,7 +91,24 @@ def _embedding(op: Op) -> Verdict | None:
 
 @register("_embedding_bag", "_embedding_bag_forward_only")
 def _embedding_bag(op: Op) -> Verdict | None:
-    return None
+    """Bags of equal size, a row of tokens each: the call takes its rows and counts them itself."""
+    tokens, offsets = op.operands[1], op.operands[2]
+    layout, step = tokens.layout, op["__step"]
+    if layout is None or op["scale_grad_by_freq"] or op["include_last_offset"]:
+        return None
+    if layout.outer != 1 or offsets.layout is not None or step != layout.inner:
+        return None
+    uses = {1: Use(layout)}
+    for k, operand in enumerate(op.operands):
+        if operand.name == "per_sample_weights":
+            if operand.layout not in (None, layout) or operand.shape != tokens.shape:
+                return None
+            uses[k] = Use(layout)
+        elif operand.layout is not None and k != 1:
+            return None
+    outs = [Layout(0) if shape[:1] == (op.n,) else layout if shape == tokens.shape else None
+            for shape in op.outs]  # fmt: skip
+    return Verdict(outs=tuple(outs), uses=uses, native=True)
 
 
 @register("take")

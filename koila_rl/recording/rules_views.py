@@ -196,7 +196,7 @@ def _flip(op: Op) -> Verdict | None:
     if (first := _first(op)) is None:
         return None
     layout, ndim = first
-    dims = dims_of(op["dims"], ndim)
+    dims = [normal(dim, ndim) for dim in op["dims"]]
     return moved_flip(op, dims) if layout.dim in dims else split(op, layout)
 
 

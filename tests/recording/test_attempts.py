@@ -92,3 +92,18 @@ def test_take_along_the_flattened_minibatch() -> None:
 def test_a_conjugate_keeps_the_gradient() -> None:
     with pytest.warns(koila_rl.errors.UnsplitWarning, match="fft_hfft"):
         agree(lambda x: torch.fft.hfft(x), _random(N), splits=False)
+
+
+def test_bags_of_one_size() -> None:
+    tokens = torch.tensor([[0, 3], [1, 1], [4, 2], [3, 0], [2, 2]])
+    table = _random(6, 3)
+    for mode in ("sum", "mean", "max"):
+        agree(
+            lambda i, x, m=mode: torch.nn.functional.embedding_bag(i, table, mode=m) * x,
+            tokens, _random(N, 3),
+        )  # fmt: skip
+
+
+def test_norms_of_negative_orders_in_turn() -> None:
+    for order in (-3.5, -1.5):
+        agree(lambda x, p=order: x.norm(p), _random(N, 3))

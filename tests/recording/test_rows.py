@@ -34,6 +34,8 @@ READS: dict[str, Function] = {
     "every second row": lambda x: x[::2].exp(),
     "differences": lambda x: x[1:] - x[:-1],
     "diff": lambda x: torch.diff(x, dim=0, n=2),
+    "diff to one row": lambda x: torch.diff(x, dim=0, n=6),
+    "flip nothing": lambda x: x.flip(()),
     "flip": lambda x: x.flip(0).sin(),
     "flip both": lambda x: x.flip(0, 1),
     "roll": lambda x: x.roll(3, 0).sin(),
