@@ -121,11 +121,11 @@ class Arguments:
                 items.append(self.convert(i, j, shape, follows and cut))
             return type(x)(items)
         if isinstance(x, int | float) and not isinstance(x, bool) and x != y:
-            size = shape and isinstance(x, int) and isinstance(y, int)
-            if size and self.whole:
-                return x
-            if size and follows:
-                return size_of(x, y, self.op.n, self.op.n2)
+            if shape and isinstance(x, int) and isinstance(y, int):
+                if self.whole:
+                    return x
+                if follows:
+                    return size_of(x, y, self.op.n, self.op.n2)
             self.numbers += 1
         return x
 

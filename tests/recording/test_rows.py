@@ -34,7 +34,6 @@ READS: dict[str, Function] = {
     "every second row": lambda x: x[::2].exp(),
     "differences": lambda x: x[1:] - x[:-1],
     "diff": lambda x: torch.diff(x, dim=0, n=2),
-    "diff to one row": lambda x: torch.diff(x, dim=0, n=6),
     "flip nothing": lambda x: x.flip(()),
     "flip": lambda x: x.flip(0).sin(),
     "flip both": lambda x: x.flip(0, 1),
@@ -149,3 +148,8 @@ def test_a_variance_is_validated_at_the_run() -> None:
         loss = torch.nn.functional.gaussian_nll_loss(x, x, x)
         with pytest.raises(ValueError, match="var has negative"):
             loss.item()
+
+
+def test_differences_of_differences_down_to_one_row() -> None:
+    with pytest.warns(koila_rl.errors.UnsplitWarning, match="diff"):
+        agree(lambda x: torch.diff(x, dim=0, n=6), _matrix(), splits=False)
