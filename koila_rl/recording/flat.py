@@ -35,7 +35,7 @@ def flat_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Sl
     """
     if _autocast():
         return None
-    parts: list[Any] = [func, torch.is_grad_enabled()]
+    parts: list[Any] = [func, torch.is_grad_enabled(), torch.get_default_dtype()]
     n = 0
     for x in args:
         part, n = _part(x, slots, n)

@@ -170,7 +170,8 @@ def _is_row_index(x: Tensor, n: int) -> bool:
 def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n: int) -> CallInfo:
     global _count
     autocast = _autocast_state()
-    kinds = tuple(kind_of(x) for x in consts if isinstance(x, float))
+    # Division of whole numbers gives the default type.
+    kinds = (torch.get_default_dtype(), *(kind_of(x) for x in consts if isinstance(x, float)))
     key = (
         func, key_of(template), tuple(map(id, metas)), n, torch.is_grad_enabled(), autocast, kinds,
     )  # fmt: skip
