@@ -61,7 +61,7 @@ def test_a_plan_explains_itself() -> None:
         plan = koila_rl.plan(_network()(x).pow(2).mean())
     assert plan.batch_size == 12
     assert "12" in str(plan)
-    assert "3 × 4" in str(plan)  # noqa: RUF001
+    assert "3 × 4" in str(plan)
 
 
 def test_one_sample_that_does_not_fit_is_refused() -> None:

@@ -237,9 +237,7 @@ def _whole_minibatch(info: CallInfo, first: _Traced, metas: list[Meta]) -> CallI
     return info
 
 
-def _try(
-    info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]
-) -> CallInfo | None:
+def _try(info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]) -> CallInfo | None:
     try:
         second = _trace_at(info.func, attempt.template, attempt.metas, consts, info.n, second=True)
     except NeedsValuesError:

@@ -34,9 +34,7 @@ def attempts(template: Any, metas: list[Meta], n: int) -> Iterator[Attempt]:
     for count in range(1, min(len(literals), 3) + 1):
         literal_choices += list(itertools.combinations(literals, count))
     dim_choices = _dimension_choices(metas, n)
-    pairs = sorted(
-        itertools.product(range(len(literal_choices)), range(len(dim_choices))), key=sum
-    )
+    pairs = sorted(itertools.product(range(len(literal_choices)), range(len(dim_choices))), key=sum)
     for which, dims in pairs[:48]:
         yield _reading(template, metas, literal_choices[which], dim_choices[dims], n)
 

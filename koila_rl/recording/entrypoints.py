@@ -1,8 +1,8 @@
 """Calls that bypass ``__torch_function__``, patched in one reversible place.
 
 `torch.autograd.Function.apply` hands its tensors to C++ unseen, and a lazy tensor among them
-would silently run on nothing. Its code object is swapped, so that every caller is covered, a
-bound ``apply`` taken at import too. `torch.autograd.backward` asks no tensor either.
+would silently run on nothing. It is replaced for every caller, a bound ``apply`` taken at import
+too. `torch.autograd.backward` asks no tensor either.
 """
 
 from __future__ import annotations
@@ -18,24 +18,37 @@ from torch.autograd import function as function_module
 from torch.autograd.graph import Node as GradientNode
 from torch.nn.modules._functions import BackwardHookFunction
 
+from koila_rl.errors import UnsupportedError
 from koila_rl.recording.private import FakeTensor
 from koila_rl.recording.recorder import record
 from koila_rl.recording.tensor import LazyTensor
 
 __all__ = ["FunctionCall", "install", "uninstall"]
 
-_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-_written_apply: Any = types.FunctionType(
-    _apply.__code__, _apply.__globals__, "apply", _apply.__defaults__, _apply.__closure__
-)
-_original_code = _apply.__code__
+_attribute = torch.autograd.Function.__dict__["apply"]
 _original_backward = torch.autograd.backward
+# Up to 2.13 ``apply`` is Python, and swapping its code covers an ``apply`` bound before too.
+_in_python = isinstance(_attribute, classmethod)
+_original_code: Any = _attribute.__func__.__code__ if _in_python else None
+_written_apply: Any
 
 
 class _Replacement:
     def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: N805
         _ = __class__  # type: ignore[name-defined]
         return _koila_rl_apply(cls, args, kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+if _in_python:
+    _function: Any = _attribute.__func__
+    _written_apply = types.FunctionType(
+        _function.__code__, _function.__globals__, "apply", _function.__defaults__,
+        _function.__closure__,
+    )  # fmt: skip
+else:
+
+    def _written_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return _attribute.__get__(None, cls)(*args, **kwargs)
 
 
 class FunctionCall:
@@ -120,14 +133,58 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
     return lazy._runtime.backward_many(roots, grads, *args, **kwargs)
 
 
+def _refuse_bound_before(cls: Any) -> None:
+    """An ``apply`` in C++ that was bound before the patch would meet lazy tensors unseen."""
+    forward = cls.__dict__["forward"]
+    written = getattr(forward, "__func__", forward)
+    if hasattr(written, "_koila_rl_original"):
+        return
+
+    @functools.wraps(written)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, LazyTensor) for x in (*args, *kwargs.values())):
+            raise UnsupportedError(
+                f"{cls.__name__}.apply was bound before koila_rl was imported, so it cannot be "
+                f"recorded; import koila_rl first, or call {cls.__name__}.apply(...) by name"
+            )
+        return written(*args, **kwargs)
+
+    guarded._koila_rl_original = written  # type: ignore[attr-defined]
+    cls.forward = staticmethod(guarded)
+
+
+def _known_functions(cls: Any) -> list[Any]:
+    """Users' functions that exist already."""
+    found = []
+    for child in cls.__subclasses__():
+        found += _known_functions(child)
+        if "forward" in child.__dict__ and not child.__module__.startswith(("torch.", "koila_rl.")):
+            found.append(child)
+    return found
+
+
 def install() -> None:
     """Patch the entry points; harmless if done already."""
-    function_module._koila_rl_apply = _dispatch  # type: ignore[attr-defined]
-    _apply.__code__ = _Replacement.apply.__code__
+    function: Any = torch.autograd.Function
+    if _in_python:
+        function_module._koila_rl_apply = _dispatch  # type: ignore[attr-defined]
+        _function.__code__ = _Replacement.apply.__code__
+    else:
+        function.apply = classmethod(lambda cls, *args, **kwargs: _dispatch(cls, args, kwargs))
+        for known in _known_functions(function):
+            _refuse_bound_before(known)
     torch.autograd.backward = _backward
 
 
 def uninstall() -> None:
     """Put PyTorch's own code back."""
-    _apply.__code__ = _original_code
+    function: Any = torch.autograd.Function
+    if _in_python:
+        _function.__code__ = _original_code
+    else:
+        function.apply = _attribute
+        for known in _known_functions(function):
+            original = getattr(known.forward, "_koila_rl_original", None)
+            if original is not None:
+                known.forward = staticmethod(original)
     torch.autograd.backward = _original_backward

@@ -65,9 +65,7 @@ def scaled_layout(shape: Sequence[int], other: Sequence[int], n: int, m: int) ->
     return None
 
 
-def slice_rows(
-    tensor: torch.Tensor, layout: Layout, n: int, start: int, stop: int
-) -> torch.Tensor:
+def slice_rows(tensor: torch.Tensor, layout: Layout, n: int, start: int, stop: int) -> torch.Tensor:
     """Rows ``start:stop`` of a whole value of n samples, with the whole value's stride order.
 
     A cut in any but the outermost dimension leaves gaps, and a later ``view`` that is legal

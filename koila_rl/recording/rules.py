@@ -116,9 +116,7 @@ class Op:
 
     def only(self, *names: str) -> bool:
         """Whether no operand but these is batched."""
-        return all(
-            operand.layout is None or operand.name in names for operand in self.operands
-        )
+        return all(operand.layout is None or operand.name in names for operand in self.operands)
 
     def index(self, name: str) -> int | None:
         for k, operand in enumerate(self.operands):

@@ -201,9 +201,7 @@ def _trace(op: Op) -> Verdict | None:
 @register("dist")
 def _dist(op: Op) -> Verdict | None:
     order = 2.0 if op["p"] is None else op["p"]
-    return Verdict(
-        decomposition=lambda a, b, *_, **__: torch.linalg.vector_norm(a - b, ord=order)
-    )
+    return Verdict(decomposition=lambda a, b, *_, **__: torch.linalg.vector_norm(a - b, ord=order))
 
 
 @register("_linalg_det", "linalg_inv_ex", "linalg_cholesky_ex", "_linalg_slogdet", "linalg_eig",

@@ -208,9 +208,7 @@ def _roll(op: Op) -> Verdict | None:
     shifts = [op["shifts"]] if isinstance(op["shifts"], int) else list(op["shifts"])
     if not op["dims"]:
         count = shifts[0]
-        return Verdict(
-            decomposition=lambda x, *_: x.reshape(-1).roll(count, 0).reshape(x.shape)
-        )
+        return Verdict(decomposition=lambda x, *_: x.reshape(-1).roll(count, 0).reshape(x.shape))
     dims = dims_of(op["dims"], ndim)
     return moved_roll(op, shifts, dims) if layout.dim in dims else split(op, layout)
 

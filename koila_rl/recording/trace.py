@@ -70,7 +70,6 @@ class _Recorder(TorchDispatchMode):
             self.records.append(OpRecord(func, args, kwargs, out))
         return out
 
-
     def keep_shape(self, x: Tensor) -> Tensor | None:
         """Before ``squeeze_`` and its like: earlier records go on with the shape as it was."""
         if not any(x is out for record in self.records for out in record.outs):
