@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from koila_rl.recording.values import Meta, intern, scaled, second_size
 __all__ = ["CallInfo", "described", "described_along", "native_step", "rows_of_view"]
 
 
-@dataclass(slots=True)
+@dataclass
 class CallInfo:
     """What every call of this form has in common.
 
@@ -48,7 +49,12 @@ class CallInfo:
     # Bytes of all results inside the call at full size.
     traffic: int = 0
 
-    @property
+    @functools.cached_property
+    def lone(self) -> bool:
+        """Whether the call returns one tensor, new and with storage of its own."""
+        return type(self.out) is Ref and self.same == [None] and self.aliases == [None]
+
+    @functools.cached_property
     def combines(self) -> bool:
         """Whether partial results of microbatches are combined by more than adding them up."""
         return any(step.reduction is not None and step.reduction.combine is not None

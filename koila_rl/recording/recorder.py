@@ -109,6 +109,11 @@ def append(info: CallInfo, slots: Slots) -> Any:
     call.checks = runtime.checks()
     if info.mixes:
         call.where = _caller()
+    if info.lone:
+        # One new tensor, the common case. Its ``__init__`` does nothing.
+        tensor = LazyTensor.__new__(LazyTensor, Node(call, 0, info.metas[0]), runtime)
+        runtime.track(tensor)
+        return tensor
     outs: list[Any] = []
     for index, meta in enumerate(info.metas):
         same = info.same[index]

@@ -91,8 +91,8 @@ class LazyTensor(Tensor):
 
     _node: Node
     _runtime: Runtime
-    _group: Group | None
-    _chain: tuple[Any, ...]
+    _group: Group | None = None
+    _chain: tuple[Any, ...] = ()
 
     @staticmethod
     def __new__(cls, node: Node, runtime: Runtime) -> LazyTensor:
@@ -102,8 +102,6 @@ class LazyTensor(Tensor):
         )
         self._node = node
         self._runtime = runtime
-        self._group = None
-        self._chain = ()
         return self
 
     def __init__(self, node: Node, runtime: Runtime) -> None:
