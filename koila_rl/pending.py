@@ -135,7 +135,10 @@ class Pending:
         if pending:
             inner = [x for x in inputs if isinstance(x, LazyTensor) and x._node in pending]
             session.run_graph(
-                pending, session.Live(), whole=bool(options.get("create_graph")), cuts=inner
+                pending,
+                session.Live(),
+                whole=bool(options.get("create_graph") or options.get("is_grads_batched")),
+                cuts=inner,
             )
         real = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in outputs]
         leaves = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in inputs]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from koila_rl.engine.binding import bind, calls_behind
+from koila_rl.engine.binding import bind
 from koila_rl.engine.delivery import aliases_of, deliver, spent
 from koila_rl.engine.gradients import Execution, RowSource, real_inputs
 from koila_rl.engine.program import Bound
@@ -35,7 +35,8 @@ from koila_rl.gathering import (
 from koila_rl.memory.budget import active_device, format_bytes
 from koila_rl.memory.choose import choose
 from koila_rl.memory.plan import Plan, Unsplit
-from koila_rl.recording.values import Node, moment
+from koila_rl.recording import deferred
+from koila_rl.recording.values import Call, Node, moment
 from koila_rl.recovery import run_smaller
 
 __all__ = [
@@ -292,6 +293,8 @@ def _run(bound: Bound, plan: Plan, attempt: Callable[[int], T]) -> T:
     """Run at the planned size, or smaller where the device runs out of memory all the same."""
     size = plan.microbatch_size if plan.split else max(bound.program.n, 1)
     result, used, failures = run_smaller(bound, size, attempt)
+    if deferred.any_pending():
+        deferred.prune()
     if failures:
         count = -(-plan.batch_size // used)
         passes = tuple(replace(item, microbatch_size=used, count=count) for item in plan.passes)
@@ -325,10 +328,18 @@ def _whole_for_double_backward(bound: Bound, plan: Plan) -> Plan:
 
 
 def _differentiable_calls(node: Node) -> set[int]:
-    if not node.meta.requires_grad:
-        return set()
-    return {id(call) for call in calls_behind([node])
-            if call.grad and any(meta.requires_grad for meta in call.info.metas)}  # fmt: skip
+    """Identities of the calls that a gradient of ``node`` goes through."""
+    found: set[int] = set()
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        call = top.call
+        if not top.meta.requires_grad or top.attached is not None or not isinstance(call, Call):
+            continue
+        if call.grad and id(call) not in found:
+            found.add(id(call))
+            stack += [x for x in call.inputs if isinstance(x, Node)]
+    return found
 
 
 def plan(loss: Tensor) -> Plan:

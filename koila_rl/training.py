@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -90,8 +91,9 @@ def train(
         ConfigurationError: An argument cannot be used; nothing has been written.
         UnsupportedError: So is a space or autoreset mode.
     """
-    if total_timesteps < 1:
-        raise ConfigurationError(f"total_timesteps is {total_timesteps} but must be at least 1")
+    _check_numbers(total_timesteps, seed, n_envs)
+    if run_dir is not None:
+        _check_folder(Path(run_dir))
     kind = _agent_named(agent)
     state = None if resume is None else load_state(Path(resume) / "agent.pt")
     settings = preset(agent, env)
@@ -130,6 +132,26 @@ def train(
         }
         _write_json(run_dir / "config.json", config)
         return _learn(learner, total_timesteps, run_dir, str(config["env"]), progress, callbacks)
+
+
+def _check_numbers(total_timesteps: int, seed: int, n_envs: int | None) -> None:
+    if total_timesteps < 1:
+        raise ConfigurationError(f"total_timesteps is {total_timesteps} but must be at least 1")
+    if not 0 <= seed < 2**32:
+        raise ConfigurationError(f"seed is {seed} but must be from 0 to {2**32 - 1}")
+    if n_envs is not None and n_envs < 1:
+        raise ConfigurationError(
+            f"n_envs is {n_envs} but must be at least 1; leave it out for the preset's number"
+        )
+
+
+def _check_folder(path: Path) -> None:
+    """Refuse a run folder that cannot be made or written, before anything is made."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ConfigurationError(f"run_dir {path} cannot be made: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK) or str(existing.absolute()).startswith("/proc"):
+        raise ConfigurationError(f"run_dir {path} cannot be written: {existing} does not allow it")
 
 
 def load(path: str | Path, device: torch.device | str = "auto") -> PPO:

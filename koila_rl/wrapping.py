@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from koila_rl.errors import BatchSizeError, ConfigurationError
+from koila_rl.memory.budget import checked_device
 from koila_rl.pending import PENDING
 from koila_rl.recording import (  # noqa: F401
     entrypoints,
@@ -45,7 +46,12 @@ def lazy(*values: Any, batch: int = 0, device: torch.device | str | None = None)
 
     Raises:
         BatchSizeError: if the tensors have different sizes along ``batch``.
+        ConfigurationError: if there is no tensor to wrap, or no such dimension or device.
     """
+    if isinstance(batch, bool) or not isinstance(batch, int):
+        raise ConfigurationError(f"batch is {batch!r} but must be the number of a dimension")
+    if device is not None:
+        checked_device(device)
     sizes: dict[int, tuple[int, ...]] = {}
 
     def note(x: Tensor) -> Tensor:
@@ -56,6 +62,11 @@ def lazy(*values: Any, batch: int = 0, device: torch.device | str | None = None)
 
     for value in values:
         _map(value, note)
+    if not sizes:
+        kinds = ", ".join(type(value).__name__ for value in values) or "nothing"
+        raise ConfigurationError(
+            f"lazy() got {kinds}, without a tensor that has dimensions; wrap the minibatch itself"
+        )
     if len(sizes) > 1:
         listed = ", ".join(f"{n} in {shape}" for n, shape in sizes.items())
         raise BatchSizeError(

@@ -41,7 +41,11 @@ def bind(roots: Sequence[Node], target: Node | None = None) -> Bound:
     def number_of(x: Node | Captured) -> int:
         if isinstance(x, Node) and x.attached is None and isinstance(x.call, Call):
             return numbers[(id(x.call), x.index)]
-        key = id(x.tensor) if isinstance(x, Captured) else id(x.call), getattr(x, "index", -1)
+        # One tensor met with and without gradients is two inputs.
+        if isinstance(x, Captured):
+            key: tuple[int, Any] = (id(x.tensor), x.requires_grad)
+        else:
+            key = (id(x.call), x.index)
         found = numbers.get(key)
         if found is None:
             found = numbers[key] = len(numbers)
@@ -49,7 +53,7 @@ def bind(roots: Sequence[Node], target: Node | None = None) -> Bound:
             meta = x.meta if isinstance(x, Node) else None
             layout = meta.layout if meta is not None else None
             n = meta.n if meta is not None else 0
-            grad = x.tensor.requires_grad if isinstance(x, Captured) else _wants_grad(x)
+            grad = x.requires_grad if isinstance(x, Captured) else _wants_grad(x)
             settled = isinstance(x, Node) and x.attached is not None
             described.append((found, layout, n, grad, settled))
             layouts.append((layout, n, grad))

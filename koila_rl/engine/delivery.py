@@ -51,10 +51,15 @@ class _Delivery(torch.autograd.Function):
 class _Spent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: list[Tensor], *to: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(to)
         return value.pop()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            # Only its value was used, behind a detach.
+            return (None,) * (ctx.count + 1)
         raise RuntimeError(
             "Trying to backward through the graph a second time: a backward through a value of "
             "the same lazy program has used it up. Call that backward with retain_graph=True, or "
@@ -69,7 +74,8 @@ _spend: Any = _Spent.apply
 
 def deliver(value: Tensor, grads: Sequence[Tensor | None], to: Sequence[Tensor]) -> Tensor:
     """``value`` with a graph whose backward gives ``grads`` to the tensors ``to``."""
-    result: Tensor = _deliver([value.detach()], list(grads), *to)
+    reached = [(grad, x) for grad, x in zip(grads, to, strict=True) if grad is not None]
+    result: Tensor = _deliver([value.detach()], [g for g, _ in reached], *(x for _, x in reached))
     return result
 
 

@@ -159,7 +159,7 @@ def real_inputs(bound: Bound) -> list[Any]:
 
 def _real(item: Any) -> Any:
     if isinstance(item, Captured):
-        return item.tensor
+        return item.as_recorded()
     if item.attached is not None:
         return item.attached
     source = item.call

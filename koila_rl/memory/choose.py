@@ -108,7 +108,9 @@ def _fit(peaks: _Peaks, n: int, budget: int, bound: Bound) -> tuple[int, str]:
     if one.peak_bytes > budget:
         raise _insufficient(one, budget, n, bound)
     low, high = (1, one.peak_bytes), (n, whole.peak_bytes)
-    for _ in range(TRACES - 2):
+    for trial in range(TRACES):
+        if trial >= TRACES - 2 and low[0] > 1:
+            break
         # The peak is the largest of several lines, so it lies below the chord: what the chord
         # proposes fits.
         slope = (high[1] - low[1]) / (high[0] - low[0])
@@ -135,7 +137,11 @@ def _friendly(fit: int, n: int) -> int:
 
 
 def _insufficient(found: Estimate, budget: int, n: int, bound: Bound) -> InsufficientMemoryError:
-    what = "the whole minibatch" if n == 1 or not any(bound.program.stages) else "one sample"
+    what = "one sample"
+    if n == 1 or not any(bound.program.stages):
+        what = "the whole minibatch"
+    elif len(bound.program.stages) > 2:
+        what = "an update in microbatches of one sample, with what is held between its stages,"
     calls = ", ".join(f"{call.name} {format_bytes(call.nbytes)}" for call in found.calls[:4])
     held = unsplit_details(bound)
     whole = ""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from koila_rl.engine.gradients import Execution, RowSource, microbatches
 from koila_rl.engine.program import Bound, Program
+from koila_rl.memory.recurrent import RecurrentWorkspace
 from koila_rl.memory.tracking import LiveCall, StorageTracker
 from koila_rl.recording.layouts import Layout
 from koila_rl.recording.trace import LOCK, fakes, quiet_fakes
@@ -53,7 +54,7 @@ def input_forms(bound: Bound) -> tuple[InputForm, ...]:
 
 def _form(item: Any) -> InputForm:
     if isinstance(item, Captured):
-        return _tensor_form(item.tensor)
+        return _tensor_form(item.as_recorded())
     assert isinstance(item, Node)
     if item.attached is not None:
         return _tensor_form(item.attached)
@@ -135,8 +136,9 @@ def estimate(
     with LOCK, quiet_fakes(), fakes(), torch.enable_grad():
         tensors = [_fake(form) for form in forms]
         tracker = StorageTracker()
+        scratch = RecurrentWorkspace()
         tracker.register([x for x in tensors if isinstance(x, Tensor)])
-        with tracker:
+        with tracker, scratch:
             if size >= program.n:
                 roots = _run_whole(program, tensors, consts)
             else:

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from koila_rl.recording import deferred
 from koila_rl.recording.propagate import EFFECTS
-from koila_rl.recording.recorder import record
+from koila_rl.recording.recorder import record, record_plainly
 from koila_rl.recording.tensor import LazyTensor
+from koila_rl.recording.values import Call
 
 __all__ = ["record_batch_norm"]
 
@@ -31,6 +33,9 @@ def record_batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record `torch.nn.functional.batch_norm`."""
     x, mean, var, weight, bias, training, momentum, eps = _settings(*args, **kwargs)
     if not training:
+        if isinstance(x, LazyTensor):
+            # A later update in training must not reach this call, whichever runs first.
+            mean, var = (_kept(s, x) for s in (mean, var))
         return record(torch.batch_norm, (x, weight, bias, mean, var, False, momentum, eps,
                                          torch.backends.cudnn.enabled), {})  # fmt: skip
     if x.numel() == x.shape[1]:
@@ -38,7 +43,26 @@ def record_batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                          f"{tuple(x.shape)}")  # fmt: skip
     if isinstance(mean, LazyTensor) or isinstance(var, LazyTensor):
         return _with_lazy_statistics(x, mean, var, weight, bias, momentum, eps)
-    return record(TRAINING, (x, mean, var, weight, bias, momentum, eps), {})
+    if mean is None:
+        return record_plainly(TRAINING, (x, None, None, weight, bias, momentum, eps, None), {})[0]
+    # Updates of the same statistics keep their order.
+    before = deferred.pending_write(mean, x._runtime) if isinstance(x, LazyTensor) else None
+    out, written = record_plainly(TRAINING, (x, mean, var, weight, bias, momentum, eps, before), {})
+    if isinstance(written, LazyTensor) and isinstance(written._node.call, Call):
+        deferred.announce_write(mean, written._node.call)
+        deferred.announce_write(var, written._node.call)
+        if not torch.is_grad_enabled():
+            # Statistics alone are wanted, it may be: no backward will run the program.
+            written._runtime.value(written._node)
+    return out
+
+
+def _kept(statistics: Any, x: LazyTensor) -> Any:
+    """Running statistics as they are now, or a read that waits for a pending update."""
+    if not isinstance(statistics, Tensor) or isinstance(statistics, LazyTensor):
+        return statistics
+    waiting = deferred.pending_write(statistics, x._runtime) is not None
+    return statistics if waiting else statistics.clone()
 
 
 def _with_lazy_statistics(
@@ -66,8 +90,8 @@ class TrainingBatchNorm:
 
     def __call__(
         self, x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any,
-        momentum: float, eps: float,
-    ) -> Tensor:  # fmt: skip
+        momentum: float, eps: float, before: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dims = [d for d in range(x.ndim) if d != 1]
         shape = [1] * x.ndim
         shape[1] = x.shape[1]
@@ -77,21 +101,26 @@ class TrainingBatchNorm:
         deviation = wide - mean
         variance = (deviation * deviation).mean(dims, keepdim=True)
         if running_mean is not None:
-            update_statistics(mean, variance, running_mean, running_var, momentum, count)
+            written = update_statistics(
+                mean, variance, running_mean, running_var, momentum, count, before
+            )
+        else:
+            written = mean.new_zeros(())
         out = deviation * torch.rsqrt(variance + eps)
         if weight is not None:
             out = out * weight.view(shape)
         if bias is not None:
             out = out + bias.view(shape)
-        return out.to(x.dtype)
+        return out.to(x.dtype), written
 
     def whole(
         self, x: Tensor, running_mean: Any, running_var: Any, weight: Any, bias: Any,
-        momentum: float, eps: float, *, first: bool,
-    ) -> Tensor:  # fmt: skip
+        momentum: float, eps: float, before: Any, *, first: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if not first and running_mean is not None:
             running_mean, running_var = running_mean.clone(), running_var.clone()
-        return F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+        out = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+        return out, x.new_zeros(())
 
 
 TRAINING = TrainingBatchNorm()
@@ -99,13 +128,13 @@ TRAINING = TrainingBatchNorm()
 _LIBRARY = torch.library.Library("koila_rl", "DEF")
 _LIBRARY.define(
     "update_statistics(Tensor mean, Tensor variance, Tensor running_mean, Tensor running_var, "
-    "float momentum, float correction) -> Tensor"
+    "float momentum, float correction, Tensor? before) -> Tensor"
 )
 
 
 def _update(
     mean: Tensor, variance: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float, correction: float, first: bool,
+    momentum: float, correction: float, before: Any, first: bool,
 ) -> Tensor:  # fmt: skip
     if first:
         with torch.no_grad():
@@ -134,8 +163,11 @@ EFFECTS[_OPERATOR] = UpdateStatistics()
 
 def update_statistics(
     mean: Tensor, variance: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float, count: int,
-) -> None:  # fmt: skip
+    momentum: float, count: int, before: Any,
+) -> Tensor:  # fmt: skip
     """Mark the place of the update; the operator itself does nothing."""
     correction = count / max(count - 1, 1)
-    _OPERATOR(mean.detach(), variance.detach(), running_mean, running_var, momentum, correction)
+    token: Tensor = _OPERATOR(
+        mean.detach(), variance.detach(), running_mean, running_var, momentum, correction, before
+    )
+    return token

@@ -17,10 +17,18 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     _steps += 1
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            _last[id(parameter)] = _steps
+            _last[_place(parameter)] = _steps
 
 
 register_optimizer_step_post_hook(_after_step)
+
+
+def _place(tensor: Any) -> int:
+    """Where the data lies: ``parameter.data`` is stepped with its parameter."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def optimizer_steps() -> int:
@@ -29,4 +37,4 @@ def optimizer_steps() -> int:
 
 def stepped_since(parameter: Any, steps: int) -> bool:
     """Whether an optimizer has stepped ``parameter`` after the given count."""
-    return _last.get(id(parameter), 0) > steps
+    return _last.get(_place(parameter), 0) > steps

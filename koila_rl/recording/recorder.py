@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from koila_rl.recording import deferred
 from koila_rl.recording.analysis import (
     CallInfo,
     NeedsValuesError,
@@ -25,7 +27,7 @@ from koila_rl.recording.tensor import LazyTensor, untouched
 from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of, seeded_since
 from koila_rl.recording.writes import ViewStep, group_of, record_write, write_at_once
 
-__all__ = ["analyses", "record", "run_eagerly"]
+__all__ = ["analyses", "record", "record_plainly", "run_eagerly"]
 
 # Analyses by call form. Each belongs to a form, not to a program: programs may alternate.
 _KNOWN: dict[Any, CallInfo | dict[Any, CallInfo]] = {}
@@ -44,6 +46,16 @@ def analyses() -> int:
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record ``func(*args, **kwargs)`` and return its result as lazy tensors."""
+    if deferred.any_pending():
+        like = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, LazyTensor)), None)
+        if like is not None:
+            args = deferred.after_writes(args, like._runtime)
+            kwargs = deferred.after_writes(kwargs, like._runtime)
+    return record_plainly(func, args, kwargs)
+
+
+def record_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`record` where no argument waits for a write."""
     slots = Slots([], [])
     key = flat_key(func, args, kwargs, slots)
     if key is not None:

@@ -161,7 +161,12 @@ class View:
     dim: int
 
     def __call__(self, rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        view = self.func(*args, **kwargs)
+        try:
+            view = self.func(*args, **kwargs)
+        except RuntimeError:
+            # Put together from single rows, a whole value may lie otherwise in memory.
+            dense = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
+            view = self.func(*dense, **kwargs)
         return view.index_select(self.dim, rows.to(view.device))
 
 

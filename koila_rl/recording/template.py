@@ -87,6 +87,9 @@ def flatten(tree: Any, slots: Slots, seen: dict[int, int]) -> Any:
         return slice(*(flatten(x, slots, seen) for x in (tree.start, tree.stop, tree.step)))
     if isinstance(tree, tuple):
         return rebuilt(kind, [flatten(item, slots, seen) for item in tree])
+    if kind.__module__ == "numpy" and hasattr(tree, "__array__") and tree.dtype.kind in "biuf":
+        # An array may be written meanwhile; eager takes its content at once.
+        return flatten(torch.tensor(tree) if tree.ndim else tree.item(), slots, seen)
     slots.consts.append(tree)
     return Const(len(slots.consts) - 1, kind)
 

@@ -156,15 +156,21 @@ class Source:
 
 
 class Captured:
-    """A real tensor that a recorded call took by reference, and its version at that time."""
+    """A real tensor that a recorded call took by reference, as it was at that time."""
 
-    __slots__ = ("pointer", "steps", "tensor", "version")
+    __slots__ = ("pointer", "requires_grad", "steps", "tensor", "version")
 
     def __init__(self, tensor: Tensor, steps: int) -> None:
         self.tensor = tensor
+        self.requires_grad = tensor.requires_grad
         self.version = 0 if tensor.is_inference() else tensor._version
         self.pointer = tensor.data_ptr() if tensor.layout == torch.strided else 0
         self.steps = steps
+
+    def as_recorded(self) -> Tensor:
+        """The tensor, without gradients if it asked for none when the call was recorded."""
+        frozen = self.tensor.requires_grad and not self.requires_grad
+        return self.tensor.detach() if frozen else self.tensor
 
 
 class CallState:
@@ -184,7 +190,7 @@ class Call:
     """One recorded call: its analysis, its inputs and constants, and its place in time."""
 
     __slots__ = (
-        "checks", "consts", "grad", "info", "inputs", "sequence", "state", "where",
+        "__weakref__", "checks", "consts", "grad", "info", "inputs", "sequence", "state", "where",
     )  # fmt: skip
 
     def __init__(
