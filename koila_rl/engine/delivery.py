@@ -75,6 +75,9 @@ _spend: Any = _Spent.apply
 def deliver(value: Tensor, grads: Sequence[Tensor | None], to: Sequence[Tensor]) -> Tensor:
     """``value`` with a graph whose backward gives ``grads`` to the tensors ``to``."""
     reached = [(grad, x) for grad, x in zip(grads, to, strict=True) if grad is not None]
+    if not reached:
+        # A graph that gives nothing to anybody is still one that may be gone through.
+        reached = list(zip(grads, to, strict=True))
     result: Tensor = _deliver([value.detach()], [g for g, _ in reached], *(x for _, x in reached))
     return result
 
