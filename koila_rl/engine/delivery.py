@@ -74,10 +74,9 @@ _spend: Any = _Spent.apply
 
 def deliver(value: Tensor, grads: Sequence[Tensor | None], to: Sequence[Tensor]) -> Tensor:
     """``value`` with a graph whose backward gives ``grads`` to the tensors ``to``."""
-    reached = [(grad, x) for grad, x in zip(grads, to, strict=True) if grad is not None]
-    if not reached:
-        # A graph that gives nothing to anybody is still one that may be gone through.
-        reached = list(zip(grads, to, strict=True))
+    every = list(zip(grads, to, strict=True))
+    reached = [(grad, x) for grad, x in every if grad is not None] or every
+    # Where nobody is reached, it is still a graph that may be gone through.
     result: Tensor = _deliver([value.detach()], [g for g, _ in reached], *(x for _, x in reached))
     return result
 
