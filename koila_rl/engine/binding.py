@@ -84,5 +84,4 @@ def bind(roots: Sequence[Node], target: Node | None = None) -> Bound:
 def _wants_grad(node: Node) -> bool:
     if node.attached is not None:
         return node.attached.requires_grad
-    source = node.call
-    return isinstance(source, Source) and source.data is not None and source.data.requires_grad
+    return isinstance(node.call, Source) and node.meta.requires_grad

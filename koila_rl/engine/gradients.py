@@ -164,7 +164,10 @@ def _real(item: Any) -> Any:
         return item.attached
     source = item.call
     assert isinstance(source, Source)
-    return source.data if source.data is not None else RowSource(item)
+    if source.data is None:
+        return RowSource(item)
+    frozen = source.data.requires_grad and not item.meta.requires_grad
+    return source.data.detach() if frozen else source.data
 
 
 class StageRun:
