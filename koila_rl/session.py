@@ -228,6 +228,7 @@ def run_backward(
     bound, plan, checks = _gather([node], live, node, "backward")
     if plan.split and create_graph:
         plan = _whole_for_double_backward(bound, plan)
+    keep = keep or any(getattr(call.info.func, "outer", False) for call in bound.calls)
     seed = gradient
     if seed is None:
         seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)

@@ -68,9 +68,29 @@ class FunctionCall:
         return _written_apply(self.cls, *args, **kwargs)
 
 
+class DataParallelSink(FunctionCall):
+    """What DistributedDataParallel puts behind a module's outputs: it hands them through.
+
+    Its backward must be part of the backward that reaches the parameters, ``outer``, since it
+    prepares the reduction there.
+    """
+
+    mixes = cheap = outer = True
+
+    def __call__(self, module: Any, *tensors: Any, **kwargs: Any) -> Any:
+        parallel = module()
+        real = not any(isinstance(x, FakeTensor) for x in tensors)
+        searches = parallel.find_unused_parameters and not parallel.static_graph
+        synchronises = torch.is_grad_enabled() and parallel.require_backward_grad_sync
+        if real and searches and synchronises:
+            # At record time there was no graph in which to look for unused parameters.
+            parallel.reducer.prepare_for_backward([x for x in tensors if isinstance(x, Tensor)])
+        return super().__call__(module, *tensors, **kwargs)
+
+
 @functools.cache
 def _call_of(cls: Any) -> FunctionCall:
-    return FunctionCall(cls)
+    return DataParallelSink(cls) if cls.__name__ == "_DDPSink" else FunctionCall(cls)
 
 
 def _dispatch(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -44,14 +44,6 @@ def test_a_compiled_model() -> None:
     check(program, (torch.randn(7, 3),), module, sizes=(2, 7))
 
 
-def test_a_compiled_model_as_one_opaque_call() -> None:
-    def program(module: Any, x: Tensor) -> Tensor:
-        compiled = torch.compile(module, backend=BACKEND)
-        return koila_rl.opaque(compiled)(x).pow(2).mean()
-
-    check(program, (torch.randn(7, 3),), nn.Linear(3, 2), sizes=(2, 7))
-
-
 def test_a_full_graph_is_refused_by_name() -> None:
     compiled = torch.compile(lambda x: x * 2, backend=BACKEND, fullgraph=True)
     with pytest.raises(Exception, match=r"opaque|fullgraph|lazy"):
