@@ -51,7 +51,8 @@ READS: dict[str, Function] = {
     "embedding": lambda x: torch.nn.functional.embedding(INDEX, x, padding_idx=6),
     "diagonal": lambda x: x.diagonal(),
     "diagonal below": lambda x: x.diagonal(-2),
-    "trace": lambda x: x.trace(),
+    # Wide, since eager's gradient of a tall matrix is wrong before torch 2.13.
+    "trace": lambda x: x.t().trace(),
     "tril": lambda x: x.tril(1),
     "triu of columns": lambda x: x.t().triu(-1),
     "pad": lambda x: torch.nn.functional.pad(x, (1, 0, 2, 1), value=3.0),
