@@ -1,4 +1,4 @@
-"""Limits that hold when a program runs: memory, microbatch size, tuning, compilation."""
+"""Limits that hold when a program runs: memory and microbatch size."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ class Limits:
 
     memory: int | float | str | None = None
     microbatch: int | None = None
-    tune: bool = False
-    compile: bool = False
 
 
 _DEFAULT = Limits()
@@ -54,8 +52,6 @@ def _changed(base: Limits, **settings: Any) -> Limits:
 def limits(
     memory: int | float | str | None = None,
     microbatch: int | None = None,
-    tune: bool | None = None,
-    compile: bool | None = None,
 ) -> Iterator[Limits]:
     """Limits for the programs that run inside the ``with`` block, in this context.
 
@@ -63,14 +59,11 @@ def limits(
         memory: what an update may take above what is resident when it starts: bytes, a text
             like ``"2GiB"``, or a fraction of what is free, as a float in (0, 1].
         microbatch: samples that run at once; overrides the planner.
-        tune: time the sizes that fit and keep the fastest.
-        compile: compile the replay of programs that repeat.
 
     Raises:
         ConfigurationError: for a size below 1 or a memory that does not parse.
     """
-    inner = _changed(current_limits(), memory=memory, microbatch=microbatch, tune=tune,
-                     compile=compile)  # fmt: skip
+    inner = _changed(current_limits(), memory=memory, microbatch=microbatch)
     token = _scoped.set(inner)
     try:
         yield inner
@@ -81,9 +74,7 @@ def limits(
 def set_limits(
     memory: int | float | str | None = None,
     microbatch: int | None = None,
-    tune: bool | None = None,
-    compile: bool | None = None,
 ) -> None:
     """`limits` for the whole process; called without arguments, back to the defaults."""
     global _process
-    _process = _changed(_DEFAULT, memory=memory, microbatch=microbatch, tune=tune, compile=compile)
+    _process = _changed(_DEFAULT, memory=memory, microbatch=microbatch)
