@@ -16,7 +16,7 @@ from koila_rl.engine.program import Bound
 from koila_rl.errors import InsufficientMemoryError
 from koila_rl.recording.values import Captured
 
-__all__ = ["forget_ceilings", "is_out_of_memory", "run_smaller"]
+__all__ = ["is_out_of_memory", "run_smaller"]
 
 T = TypeVar("T")
 
@@ -71,12 +71,6 @@ def run_smaller(bound: Bound, size: int, attempt: Callable[[int], T]) -> tuple[T
                 "the network or the observation smaller."
             ) from failure
         size = max(1, min(size, bound.program.n) // 2)
-        bound.program.plans["ceiling"] = size
-
-
-def forget_ceilings(bound: Bound) -> None:
-    """Memory is back: let the planner choose freely again."""
-    bound.program.plans.pop("ceiling", None)
 
 
 def _without_frames(error: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ backward are PyTorch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from koila_rl.recording.layouts import Layout, join_into, slice_rows
 from koila_rl.recording.values import Captured, Node, Source
 
 __all__ = ["Execution", "RowSource", "microbatches", "real_inputs"]
-
-Progress = Callable[[int, int], None]
 
 
 def microbatches(n: int, size: int) -> list[tuple[int, int]]:

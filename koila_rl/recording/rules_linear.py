@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -308,10 +307,6 @@ def _recurrent(op: Op) -> Verdict | None:
 @register("_trilinear")
 def _bilinear(op: Op) -> Verdict | None:
     return None
-
-
-def volume(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
 
 
 @register("linear")
