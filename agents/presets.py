@@ -25,6 +25,27 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "learning_rate": Linear(1e-3),
         "clip_range": Linear(0.2),
     },
+    # RL Baselines3 Zoo, hyperparams/ppo.yml, without its state-dependent exploration (use_sde).
+    ("ppo", "Pendulum-v1"): {
+        "n_envs": 4,
+        "n_steps": 1024,
+        "n_epochs": 10,
+        "gamma": 0.9,
+        "gae_lambda": 0.95,
+        "ent_coef": 0.0,
+        "learning_rate": 1e-3,
+        "clip_range": 0.2,
+    },
+    # RL Baselines3 Zoo, hyperparams/ppo.yml, LunarLander-v2.
+    ("ppo", "LunarLander-v3"): {
+        "n_envs": 16,
+        "n_steps": 1024,
+        "batch_size": 64,
+        "n_epochs": 4,
+        "gamma": 0.999,
+        "gae_lambda": 0.98,
+        "ent_coef": 0.01,
+    },
 }
 
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("buffers", "integrations"),
     ("spaces", "returns", "envs", "checkpoint", "metrics", "evaluation"),
     ("agents",),
-    ("progress", "training"),
+    ("progress", "training", "callbacks"),
     ("cli", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
