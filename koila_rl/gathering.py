@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +22,7 @@ __all__ = [
     "checks_of",
     "companions",
     "is_small",
+    "known_values",
     "source_tensor",
     "with_checks",
 ]
@@ -99,6 +101,52 @@ def companions(roots: Sequence[Node], live: Sequence[Node]) -> list[Node]:
         return leads[id(call)]
 
     return [node for node in others if isinstance(node.call, Call) and follow(node.call)]
+
+
+@contextmanager
+def known_values(roots: Sequence[Node], differentiated: Sequence[Node]) -> Iterator[bool]:
+    """Inside, values that a split run has computed stand for the calls behind them.
+
+    So no network runs again for a value that is there. Left as they are where a gradient of
+    ``differentiated`` goes through them. Yields whether there are such values.
+    """
+    through = _gradient_path(differentiated)
+    found: list[Node] = []
+    seen: set[int] = set()
+    stack = [root.call for root in roots if root.attached is None]
+    while stack:
+        call = stack.pop()
+        if isinstance(call, Source) or id(call) in seen:
+            continue
+        seen.add(id(call))
+        for x in call.inputs:
+            if not isinstance(x, Node) or x.attached is not None or isinstance(x.call, Source):
+                continue
+            if x.value is not None and id(x) not in through:
+                x.attached = x.value
+                found.append(x)
+            else:
+                stack.append(x.call)
+    try:
+        yield bool(found)
+    finally:
+        for x in found:
+            x.attached = None
+
+
+def _gradient_path(roots: Sequence[Node]) -> set[int]:
+    """Identities of the values that a gradient of the roots goes through."""
+    found: set[int] = set()
+    stack = list(roots)
+    while stack:
+        x = stack.pop()
+        call = x.call
+        if not x.meta.requires_grad or x.attached is not None or id(x) in found:
+            continue
+        found.add(id(x))
+        if isinstance(call, Call) and call.grad:
+            stack += [y for y in call.inputs if isinstance(y, Node)]
+    return found
 
 
 def is_small(node: Node) -> bool:

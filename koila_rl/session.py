@@ -29,6 +29,7 @@ from koila_rl.gathering import (
     checks_of,
     companions,
     is_small,
+    known_values,
     source_tensor,
     with_checks,
 )
@@ -180,17 +181,18 @@ def _gather(
 
 def run_values(node: Node, live: Live) -> None:
     """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
-    bound, plan, checks = _gather([node], live, None, "value")
+    with known_values([node, *live.nodes], ()) as some_known:
+        bound, plan, checks = _gather([node], live, None, "value")
 
-    def attempt(size: int) -> tuple[list[Tensor], bool]:
-        with _checks_first(checks), neutral():
-            if size >= bound.program.n:
-                return run_whole(bound), True
-            return Execution(bound, size).run(grad=False), False
+        def attempt(size: int) -> tuple[list[Tensor], bool]:
+            with _checks_first(checks), neutral():
+                if size >= bound.program.n:
+                    return run_whole(bound), not some_known
+                return Execution(bound, size).run(grad=False), False
 
-    results, graph = _run(bound, plan, attempt)
-    for root, result in zip(bound.roots, results, strict=True):
-        _settle(root, result, attached=graph)
+        results, graph = _run(bound, plan, attempt)
+        for root, result in zip(bound.roots, results, strict=True):
+            _settle(root, result, attached=graph)
     _verify_checks(checks)
 
 
@@ -225,13 +227,20 @@ def run_backward(
     """
     if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    seed = gradient
+    if seed is None:
+        seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
+    found = [node, *live.nodes]
+    with known_values(found, found):
+        _run_backward(node, seed, create_graph, keep, live)
+    return seed
+
+
+def _run_backward(node: Node, seed: Tensor, create_graph: bool, keep: bool, live: Live) -> None:
     bound, plan, checks = _gather([node], live, node, "backward")
     if plan.split and create_graph:
         plan = _whole_for_double_backward(bound, plan)
     keep = keep or any(getattr(call.info.func, "outer", False) for call in bound.calls)
-    seed = gradient
-    if seed is None:
-        seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
 
     def attempt(size: int) -> list[Outcome]:
         with _checks_first(checks), neutral(), torch.enable_grad():
@@ -263,7 +272,6 @@ def run_backward(
         root.value = value
         if attached is not None:
             root.attached = attached
-    return seed
 
 
 # A value without a graph, and the same with one where it may be gone through backward.
