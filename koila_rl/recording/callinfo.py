@@ -48,6 +48,8 @@ class CallInfo:
     mixes: bool = False
     # Bytes of all results inside the call at full size.
     traffic: int = 0
+    # How often the call has been met the general way.
+    met: int = 0
 
     @functools.cached_property
     def lone(self) -> bool:

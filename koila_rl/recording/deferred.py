@@ -15,37 +15,37 @@ from torch import Tensor
 from koila_rl.recording.tensor import LazyTensor, Runtime
 from koila_rl.recording.values import Call, Node
 
-__all__ = ["after_writes", "announce_write", "any_pending", "pending_write", "prune"]
+__all__ = ["WRITES", "after_writes", "announce_write", "any_pending", "pending_write", "prune"]
 
 # By identity of the tensor: the call that will write it last. Only weakly, so that a program
 # that is dropped goes away.
-_WRITES: dict[int, weakref.ref[Call]] = {}
+WRITES: dict[int, weakref.ref[Call]] = {}
 
 
 def any_pending() -> bool:
-    return bool(_WRITES)
+    return bool(WRITES)
 
 
 def announce_write(tensor: Tensor, call: Call) -> None:
-    _WRITES[id(tensor)] = weakref.ref(call)
+    WRITES[id(tensor)] = weakref.ref(call)
 
 
 def prune() -> None:
     """Forget writes that have been made, and those of programs that were dropped."""
-    for key, reference in list(_WRITES.items()):
+    for key, reference in list(WRITES.items()):
         call = reference()
         if call is None or (call.state is not None and call.state.done):
-            del _WRITES[key]
+            del WRITES[key]
 
 
 def pending_write(tensor: Tensor, runtime: Runtime) -> LazyTensor | None:
     """A value that exists once the write to ``tensor`` has been made; None if none is pending."""
-    reference = _WRITES.get(id(tensor))
+    reference = WRITES.get(id(tensor))
     if reference is None:
         return None
     call = reference()
     if call is None or (call.state is not None and call.state.done):
-        del _WRITES[id(tensor)]
+        del WRITES[id(tensor)]
         return None
     last = len(call.info.metas) - 1
     return LazyTensor(Node(call, last, call.info.metas[last]), runtime)

@@ -19,11 +19,12 @@ from koila_rl.recording.analysis import (
     may_write,
 )
 from koila_rl.recording.clock import optimizer_steps
-from koila_rl.recording.flat import flat_key, kind_of
+from koila_rl.recording.kinds import kind_of
 from koila_rl.recording.parts import parts_of
+from koila_rl.recording.repeats import forget, remember, repeat, search
 from koila_rl.recording.rescale import form_of, may_rescale, rescaled
 from koila_rl.recording.template import Slots, fill, flatten, key_of, settled
-from koila_rl.recording.tensor import LazyTensor, untouched
+from koila_rl.recording.tensor import RECORDER, LazyTensor, untouched
 from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of, seeded_since
 from koila_rl.recording.writes import ViewStep, group_of, record_write, write_at_once
 
@@ -31,8 +32,6 @@ __all__ = ["analyses", "record", "record_plainly", "run_eagerly"]
 
 # Analyses by call form. Each belongs to a form, not to a program: programs may alternate.
 _KNOWN: dict[Any, CallInfo | dict[Any, CallInfo]] = {}
-# Calls without containers by a key that is made in one pass, with what the key names by id.
-_FLAT: dict[Any, tuple[CallInfo, list[Meta]]] = {}
 # The same by form without the minibatch size, for analyses that hold at every size.
 _FORMS: dict[Any, CallInfo] = {}
 _LIMIT = 50_000
@@ -46,6 +45,9 @@ def analyses() -> int:
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record ``func(*args, **kwargs)`` and return its result as lazy tensors."""
+    known = search(func, args, kwargs)
+    if known is not None:
+        return known
     if deferred.any_pending():
         like = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, LazyTensor)), None)
         if like is not None:
@@ -56,12 +58,6 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def record_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`record` where no argument waits for a write."""
-    slots = Slots([], [])
-    key = flat_key(func, args, kwargs, slots)
-    if key is not None:
-        seen = _FLAT.get(key)
-        if seen is not None:
-            return append(seen[0], slots)
     slots = Slots([], [])
     template = (flatten(args, slots, {}), flatten(kwargs, slots, {}))
     lazies = [x for x in slots.tensors if isinstance(x, LazyTensor)]
@@ -96,28 +92,23 @@ def record_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return record_write(func, template, slots, info)
     if info.mixes and (parts := parts_of(func, args, kwargs)) is not None:
         return parts
-    if key is not None and _repeats_alike(info, slots.consts):
-        _FLAT[key] = (info, metas)
-    return append(info, slots)
+    info.met += 1
+    if info.met == 2 and info.metas and not (slots.consts and (info.exploded or info.combines)):
+        # Where constants do not change the course of the call.
+        remember(info, args, kwargs, metas, append)
+    return append(info, slots.tensors, slots.consts)
 
 
-def _repeats_alike(info: CallInfo, consts: list[Any]) -> bool:
-    """Whether a call with the same flat key needs nothing but a place in the program."""
-    plain = not (info.mixes or info.writes or info.random or info.effect)
-    return plain and not (consts and (info.exploded or info.combines))
-
-
-def append(info: CallInfo, slots: Slots) -> Any:
+def append(info: CallInfo, tensors: list[Any], consts: list[Any]) -> Any:
     """The call node, and lazy tensors for its results."""
     inputs: list[Node | Captured] = [
-        x._node if isinstance(x, LazyTensor) else Captured(x, optimizer_steps())
-        for x in slots.tensors
+        x._node if isinstance(x, LazyTensor) else Captured(x, optimizer_steps()) for x in tensors
     ]
     if not info.metas:
         return info.out
-    like = next(x for x in slots.tensors if isinstance(x, LazyTensor))
+    like = next(x for x in tensors if isinstance(x, LazyTensor))
     runtime = like._runtime
-    call = Call(info, inputs, slots.consts, torch.is_grad_enabled())
+    call = Call(info, inputs, consts, torch.is_grad_enabled())
     call.checks = runtime.checks()
     if info.mixes:
         call.where = _caller()
@@ -129,25 +120,31 @@ def append(info: CallInfo, slots: Slots) -> Any:
     outs: list[Any] = []
     for index, meta in enumerate(info.metas):
         same = info.same[index]
-        if same is not None and isinstance(slots.tensors[same], LazyTensor):
-            outs.append(slots.tensors[same])
+        if same is not None and isinstance(tensors[same], LazyTensor):
+            outs.append(tensors[same])
             continue
         tensor = LazyTensor(Node(call, index, meta), runtime)
         runtime.track(tensor)
         alias = info.aliases[index]
-        if alias is not None and isinstance(slots.tensors[alias], LazyTensor):
-            _join(slots.tensors[alias], tensor, info, slots, alias, index)
+        if alias is not None and isinstance(tensors[alias], LazyTensor):
+            _join(tensors[alias], tensor, info, tensors, consts, alias, index)
         outs.append(tensor)
     return fill(info.out, outs, (), 0)
 
 
 def _join(
-    base: LazyTensor, view: LazyTensor, info: CallInfo, slots: Slots, hole: int, index: int
+    base: LazyTensor,
+    view: LazyTensor,
+    info: CallInfo,
+    tensors: list[Any],
+    consts: list[Any],
+    hole: int,
+    index: int,
 ) -> None:
     """The result shares storage with an input: remember how to get there from its base."""
     group = group_of(base)
-    others = [None if k == hole else x for k, x in enumerate(slots.tensors)]
-    step = ViewStep(info.func, info.template, others, slots.consts, hole, info.paths[index])
+    others = [None if k == hole else x for k, x in enumerate(tensors)]
+    step = ViewStep(info.func, info.template, others, consts, hole, info.paths[index])
     group.join(view, (*base._chain, step))
 
 
@@ -217,7 +214,7 @@ def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n:
     if len(_KNOWN) > _LIMIT:
         _KNOWN.clear()
         _FORMS.clear()
-        _FLAT.clear()
+        forget()
     objects = any(not isinstance(x, float) for x in consts)
     if not consts or not (info.exploded or objects or info.writes or info.combines):
         _KNOWN[key] = info
@@ -279,3 +276,7 @@ def _caller() -> tuple[str, int] | None:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+RECORDER.repeat = repeat
+RECORDER.record = record

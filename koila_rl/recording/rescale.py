@@ -54,7 +54,7 @@ def rescaled(info: CallInfo, n: int) -> CallInfo:
         n=None if info.steps[0].n is None else n,
     )
     traffic = info.traffic * max(1, -(-n // info.n))
-    return replace(info, metas=metas, steps=[step], n=n, traffic=traffic)
+    return replace(info, metas=metas, steps=[step], n=n, traffic=traffic, met=0)
 
 
 def _at(meta: Meta, n: int) -> Meta:

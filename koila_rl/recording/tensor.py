@@ -20,12 +20,24 @@ from koila_rl.recording.private import autograd_included, differentiating
 from koila_rl.recording.steps import functional
 from koila_rl.recording.values import Node
 
-__all__ = ["HANDLERS", "LazyTensor", "Runtime", "untouched"]
+__all__ = ["HANDLERS", "RECORDER", "LazyTensor", "Runtime", "untouched"]
+
+_make: Any = Tensor._make_wrapper_subclass
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 
 untouched = torch._C.DisableTorchFunctionSubclass
+
+
+class _Recorder:
+    """What records calls; filled in by the modules that can, which need this one."""
+
+    repeat: Callable[[Any, tuple[Any, ...], Any], Any]
+    record: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+RECORDER = _Recorder()
 
 
 class _Transforms(threading.local):
@@ -97,7 +109,7 @@ class LazyTensor(Tensor):
     @staticmethod
     def __new__(cls, node: Node, runtime: Runtime) -> LazyTensor:
         meta = node.meta
-        self: LazyTensor = Tensor._make_wrapper_subclass(
+        self: LazyTensor = _make(
             cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device
         )
         self._node = node
@@ -111,6 +123,9 @@ class LazyTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        known = RECORDER.repeat(func, args, kwargs)
+        if known is not None:
+            return known
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(args, kwargs or {})
@@ -123,16 +138,13 @@ class LazyTensor(Tensor):
                     return func(*args, **(kwargs or {}))
             finally:
                 _transforms.differentiate = before
-        from koila_rl.recording.recorder import record
-
-        return record(func, args, kwargs or {})
+        return RECORDER.record(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        from koila_rl.recording.recorder import record
-
+        record = RECORDER.record
         # Autograd is switched off down here; unless a transform differentiates by itself, the
         # recorded call must know what it would do.
         with nullcontext() if _transforms.differentiate else autograd_included():
@@ -162,10 +174,8 @@ class LazyTensor(Tensor):
         return self._runtime.value(self._node).clone().__reduce_ex__(protocol)
 
     def __copy__(self) -> LazyTensor:
-        from koila_rl.recording.recorder import record
-
         with torch.no_grad():
-            same: LazyTensor = record(torch.Tensor.view_as, (self, self), {})
+            same: LazyTensor = RECORDER.record(torch.Tensor.view_as, (self, self), {})
         return same
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -7,6 +7,7 @@ garbage collector to go away.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -103,6 +104,14 @@ def meta_of(tensor: Tensor, n: int = 0, layout: Layout | None = None) -> Meta:
     )  # fmt: skip
 
 
+class Ahead(Protocol):
+    """Rows that are being fetched: waits for them when called, or lets them go."""
+
+    def __call__(self) -> Tensor: ...
+
+    def drop(self) -> None: ...
+
+
 class Rows(Protocol):
     """A minibatch whose rows are delivered when a microbatch runs.
 
@@ -115,8 +124,14 @@ class Rows(Protocol):
     dtype: torch.dtype
     device: torch.device
     dim: int
+    # What a row takes before it is transformed; 0 where it is not.
+    raw_bytes: int
 
-    def read(self, start: int, stop: int) -> Tensor: ...
+    def read(self, start: int, stop: int, ahead: Ahead | None = None) -> Tensor: ...
+
+    @property
+    def prefetch(self) -> Callable[[int, int], Ahead] | None:
+        """Begins to fetch rows for a later ``read``; None where that gains nothing."""
 
     def check(self) -> None: ...
 
