@@ -1,12 +1,13 @@
-"""Rows on their way from the storage to the device that computes on them.
+"""Rows on their way to what computes on them, while the microbatch before computes.
 
-On CUDA, rows go through pinned memory and a copy stream of their own, so that the copy of one
-microbatch can run while the one before it computes.
+A thread gathers them, since a gather may wait for a disk. On CUDA they go through pinned memory
+and a copy stream of their own.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
@@ -14,21 +15,24 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Delivered", "start_delivery", "worker", "worker_is_done"]
+__all__ = ["Ahead", "worker_is_done"]
 
-Delivered: TypeAlias = Callable[[], Tensor]
+Gather: TypeAlias = Callable[[Tensor], object]
 
 
 @functools.cache
-def worker() -> ThreadPoolExecutor:
-    """The thread that gathers ahead where a gather waits for a disk."""
+def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="koila_rl-rows")
 
 
+# A forked process has the executor but not its thread.
+os.register_at_fork(after_in_child=_worker.cache_clear)
+
+
 def worker_is_done() -> None:
-    """Wait for what was gathered ahead: the rows are about to change."""
-    if worker.cache_info().currsize:
-        worker().submit(int).result()
+    """Wait for what is gathered ahead: the rows are about to change."""
+    if _worker.cache_info().currsize:
+        _worker().submit(int).result()
 
 
 @functools.cache
@@ -36,35 +40,65 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def start_delivery(gather: Callable[[], Tensor], device: torch.device, *, wait: bool) -> Delivered:
-    """Gather and begin to copy to ``device``; the result gives the rows when called.
+class Ahead:
+    """Rows that ``gather`` writes on the worker thread; calling it waits for them.
 
-    With ``wait`` false the gather runs on the worker thread.
+    ``rows`` were allocated by the thread that computes, so that whoever follows its memory sees
+    them; there they are used and freed too.
     """
-    if wait:
-        return _copy(gather(), device)
-    pending: Future[Delivered] = worker().submit(lambda: _copy(gather(), device))
-    return lambda: pending.result()()
+
+    __slots__ = ("_held", "_landed", "_pending", "_rows")
+
+    def __init__(self, gather: Gather, rows: Tensor) -> None:
+        self._rows: Tensor | None = rows
+        self._landed: torch.cuda.Event | None = None
+        # The thread takes them out of here: it must not hold them longer than it writes to them.
+        self._held = [rows]
+        self._pending: Future[None]
+        if rows.device.type != "cuda":
+            self._pending = _worker().submit(_gather, gather, self._held)
+            return
+        self._held.append(torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True))
+        # The memory may have been given back by work that the device has yet to do.
+        free, self._landed = torch.cuda.Event(), torch.cuda.Event()
+        free.record(torch.cuda.current_stream(rows.device))
+        self._pending = _worker().submit(
+            _gather_and_copy, gather, self._held, free, self._landed
+        )  # fmt: skip
+
+    def __call__(self) -> Tensor:
+        """The rows; raises what went wrong in the thread."""
+        self._pending.result()
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        if self._landed is not None:
+            torch.cuda.current_stream(rows.device).wait_event(self._landed)
+        return rows
+
+    def drop(self) -> None:
+        """Let the rows go; on return nothing writes to them any more."""
+        if not self._pending.cancel():
+            self._pending.exception()
+        if self._landed is not None:
+            self._landed.synchronize()
+        self._held.clear()
+        self._rows = None
 
 
-def _copy(rows: Tensor, device: torch.device) -> Delivered:
-    if rows.device == device:
-        return lambda: rows
-    if device.type != "cuda" or rows.device.type != "cpu":
-        moved = rows.to(device)
-        return lambda: moved
-    stream = _copy_stream(device)
-    with torch.cuda.stream(stream):
-        pinned = rows if rows.is_pinned() else rows.pin_memory()
-        copied = pinned.to(device, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record(stream)
+def _gather(gather: Gather, held: list[Tensor]) -> None:
+    rows = held.pop()
+    with torch.inference_mode(rows.is_inference()), torch.no_grad():
+        gather(rows)
 
-    def receive() -> Tensor:
-        computing = torch.cuda.current_stream(device)
-        computing.wait_event(ready)
-        # Allocated on the copy stream: its memory must not be reused while still computed on.
-        copied.record_stream(computing)
-        return copied
 
-    return receive
+def _gather_and_copy(
+    gather: Gather, held: list[Tensor], free: torch.cuda.Event, landed: torch.cuda.Event
+) -> None:
+    pinned, rows = held.pop(), held.pop()
+    with torch.inference_mode(rows.is_inference()), torch.no_grad():
+        gather(pinned)
+        stream = _copy_stream(rows.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(free)
+            rows.copy_(pinned, non_blocking=True)
+            landed.record(stream)

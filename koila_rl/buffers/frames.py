@@ -171,14 +171,16 @@ class FrameStore:
             pool.put(int(number) % size, old.take(np.array([number % len(old.tensor)])))
         self._pool = pool
 
-    def gather(self, rows: Index, *, following: bool) -> Tensor:
+    def gather(self, rows: Index, *, following: bool, out: Tensor | None = None) -> Tensor:
         """Stacks ``[n, *shape]`` of the rows' observations, or of their next observations."""
         n, k, n_envs = len(rows), self._k, self._ring.n_envs
         # Column j of a next stack is column j + 1 of the observation's, its newest the row's own.
         back = (k if following else k + 1) - 1 - np.arange(k)
         age = self._ages[rows % self._size].astype(np.int64)
         index = (rows[:, None] - back * n_envs) % self._size
-        frames = self._frames.take(index.reshape(-1)).view(n, k, *self._frame)
+        # Stacked along the first dimension, frames lie where the stacks should.
+        room = out.view(-1, *self._frame) if out is not None and self._dim == 0 else None
+        frames = self._frames.take(index.reshape(-1), room).view(n, k, *self._frame)
         position = np.arange(k) + int(following)
         kept = back > age[:, None]
         if kept.any():
@@ -188,11 +190,8 @@ class FrameStore:
         if following and (odd := np.flatnonzero(self._odd[rows % self._size])).size:
             i, j = np.repeat(odd, k), np.tile(np.arange(k), len(odd))
             self._patch(frames, i, j, self._odd[rows[i] % self._size], j)
-        return self._unstack(frames)
-
-    def warm(self, rows: Index) -> None:
-        """Have the newest frames of the rows read from the disk; the rest lie near them."""
-        self._frames.warm(rows % self._size)
+        stacks = self._unstack(frames)
+        return stacks if out is None or room is not None else out.copy_(stacks)
 
     def _patch(self, frames: Tensor, i: Index, j: Index, references: Index, at: Index) -> None:
         """Take ``frames[i, j]`` from the pool: frame ``at`` of the stack referred to."""

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +30,6 @@ class MappedFile:
     def __init__(self, descriptor: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._pages = mmap.mmap(descriptor, max(1, _nbytes(shape, dtype)))
         count = torch.Size(shape).numel()
-        self.bytes = np.frombuffer(self._pages, dtype=np.uint8)
         self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype, count=count).view(shape)
 
     def release(self) -> None:

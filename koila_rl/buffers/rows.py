@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from koila_rl.buffers.delivery import Delivered, start_delivery, worker
+from koila_rl.buffers.delivery import Ahead
 from koila_rl.buffers.storage import Index, Stored
 from koila_rl.buffers.transforms import Transform
 from koila_rl.buffers.tree import Key, nest
@@ -21,6 +21,9 @@ from koila_rl.errors import StaleValueError
 from koila_rl.wrapping import lazy_rows
 
 __all__ = ["ColumnRows", "Source", "StoredSource", "TensorSource", "minibatch"]
+
+# Of smaller rows a whole microbatch lies on few pages: handing them to a thread costs more.
+_SMALL_ROW = 1024
 
 
 class Source(Protocol):
@@ -42,11 +45,8 @@ class Source(Protocol):
     def slow(self) -> bool:
         """Whether a gather may wait for a disk."""
 
-    def gather(self, start: int, stop: int) -> Tensor:
-        """Rows ``start:stop`` as they were sampled, on ``device``."""
-
-    def warm(self, start: int, stop: int) -> None:
-        """Have rows ``start:stop`` read from the disk."""
+    def gather(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Rows ``start:stop`` as they were sampled, on ``device``; into ``out`` where given."""
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if they cannot be had any more."""
@@ -56,7 +56,7 @@ class ColumnRows:
     """Rows of a source, delivered to a device and transformed there: the engine's ``Rows``."""
 
     dim = 0
-    __slots__ = ("_ahead", "_source", "_transform", "device", "dtype", "nbytes_per_row", "shape")
+    __slots__ = ("_source", "_transform", "device", "dtype", "raw_bytes", "shape")
 
     def __init__(
         self,
@@ -66,53 +66,68 @@ class ColumnRows:
     ) -> None:
         self._source = source
         self._transform = transform
-        self._ahead: tuple[int, int, Delivered] | None = None
         self.device = source.device if device is None else device
         self.shape, self.dtype = source.shape, source.dtype
+        self.raw_bytes = 0
         if transform is not None:
+            self.raw_bytes = self.shape[1:].numel() * self.dtype.itemsize
             one = transform(torch.zeros(1, *self.shape[1:], dtype=self.dtype))
             self.shape, self.dtype = torch.Size([self.shape[0], *one.shape[1:]]), one.dtype
-        self.nbytes_per_row = self.shape[1:].numel() * self.dtype.itemsize
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows ``start:stop``, gathered beside the storage, copied, transformed."""
-        self._source.check()
-        ahead, self._ahead = self._ahead, None
-        if self._source.slow and stop < self.shape[0]:
-            # The disk is read for the next microbatch while this one computes.
-            worker().submit(self._source.warm, stop, min(self.shape[0], 2 * stop - start))
-        if ahead is not None and ahead[:2] == (start, stop):
-            rows = ahead[2]()
-        elif self.device == self._source.device:
-            rows = self._source.gather(start, stop)
+    def read(self, start: int, stop: int, ahead: Callable[[], Tensor] | None = None) -> Tensor:
+        """Rows ``start:stop``, gathered beside the storage, copied, transformed.
+
+        ``ahead`` is what :attr:`prefetch` gave for the same rows.
+        """
+        source = self._source
+        source.check()
+        if ahead is not None:
+            rows = ahead()
+        elif self.device == source.device:
+            rows = source.gather(start, stop)
+        elif self.device.type == "cuda" and source.device.type == "cpu":
+            pinned = torch.empty(self._raw(start, stop), dtype=source.dtype, pin_memory=True)
+            rows = source.gather(start, stop, pinned).to(self.device, non_blocking=True)
         else:
-            rows = self._deliver(start, stop, wait=True)()
+            rows = source.gather(start, stop).to(self.device)
         return rows if self._transform is None else self._transform(rows)
 
-    def prefetch(self, start: int, stop: int) -> None:
-        """Begin to fetch ``start:stop``; costs the memory of those rows until they are read.
+    @property
+    def prefetch(self) -> Callable[[int, int], Ahead] | None:
+        """Begins to fetch rows; they take their memory from then on.
 
-        Only the last rows asked for ahead are kept. Nothing is done where a gather neither
-        waits for a disk nor crosses a bus.
+        None where a gather neither waits for a disk nor crosses a bus, so that nothing would be
+        gained.
         """
-        if self._source.slow or self.device != self._source.device:
-            self._source.check()
-            self._ahead = (start, stop, self._deliver(start, stop, wait=not self._source.slow))
+        source = self._source
+        if source.device.type != "cpu":
+            return None
+        row_bytes = self.raw_bytes or self.shape[1:].numel() * self.dtype.itemsize
+        far = source.slow and self.device.type == "cpu" and row_bytes >= _SMALL_ROW
+        return self._fetch if far or self.device.type == "cuda" else None
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if the rows are no longer as they were sampled."""
         self._source.check()
 
-    def _deliver(self, start: int, stop: int, *, wait: bool) -> Delivered:
-        return start_delivery(lambda: self._source.gather(start, stop), self.device, wait=wait)
+    def _fetch(self, start: int, stop: int) -> Ahead:
+        source = self._source
+        source.check()
+        rows = torch.empty(self._raw(start, stop), dtype=source.dtype, device=self.device)
+        return Ahead(lambda out: source.gather(start, stop, out), rows)
+
+    def _raw(self, start: int, stop: int) -> tuple[int, ...]:
+        return (stop - start, *self._source.shape[1:])
 
 
 class TensorSource:
-    """Rows ``index`` of a tensor ``[rows, …]``, as it was when they were sampled."""
+    """Rows ``index`` of a tensor ``[rows, …]``, as it was when they were sampled.
 
-    slow = False
+    ``slow`` says that the tensor lies on a disk.
+    """
 
-    def __init__(self, tensor: Tensor, index: Tensor, what: str) -> None:
+    def __init__(self, tensor: Tensor, index: Tensor, what: str, *, slow: bool = False) -> None:
+        self.slow = slow
         self._tensor = tensor
         self._index = index
         self._sampled = tensor._version
@@ -121,12 +136,12 @@ class TensorSource:
         self.dtype = tensor.dtype
         self.device = tensor.device
 
-    def gather(self, start: int, stop: int) -> Tensor:
+    def gather(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Rows ``start:stop``."""
-        return self._tensor.index_select(0, self._index[start:stop])
-
-    def warm(self, start: int, stop: int) -> None:
-        """Nothing: not known to be on a disk."""
+        index = self._index[start:stop]
+        if out is None:
+            return self._tensor.index_select(0, index)
+        return torch.index_select(self._tensor, 0, index, out=out)
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if the tensor was written since the sample."""
@@ -153,15 +168,12 @@ class StoredSource:
         self.dtype = column.tensor.dtype
         self.device = column.tensor.device
 
-    def gather(self, start: int, stop: int) -> Tensor:
+    def gather(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Rows ``start:stop``."""
         index = self._index[start:stop]
-        rows = self._column.take(index.reshape(-1))
-        return rows.view(*index.shape, *self._column.tensor.shape[1:])
-
-    def warm(self, start: int, stop: int) -> None:
-        """Have rows ``start:stop`` read from the disk."""
-        self._column.warm(self._index[start:stop].reshape(-1))
+        tail = self._column.tensor.shape[1:]
+        flat = None if out is None else out.view(-1, *tail)
+        return self._column.take(index.reshape(-1), flat).view(*index.shape, *tail)
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if the column was written since the sample."""

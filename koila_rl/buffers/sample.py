@@ -96,7 +96,7 @@ class Sample:
         self._kept = Kept(save_limit)
         self._oldest = -1
 
-    def gather(self, key: Key, start: int, stop: int) -> Tensor:
+    def gather(self, key: Key, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Column ``key`` of minibatch rows ``start:stop``, ``[stop - start, …]``."""
         inner = len(self.rows) // self.shape[0]
         low, high = start * inner, min(stop, self.shape[0]) * inner
@@ -105,14 +105,9 @@ class Sample:
         if part is None or part[:2] != (low, high):
             # The columns of one microbatch are asked for one after another.
             self._latest = part = (low, high, self._drawn(slice(low, high)))
-        rows = view.gather(part[2])
+        rows = view.gather(part[2], None if out is None else out.view(-1, *view.shape))
         self._kept.patch(key, rows, low, high)
         return rows.view(-1, *self.shape[1:], *view.shape) if len(self.shape) > 1 else rows
-
-    def warm(self, key: Key, start: int, stop: int) -> None:
-        """Have rows that :meth:`gather` will be asked for read from the disk."""
-        inner = len(self.rows) // self.shape[0]
-        self.views[key].warm(self._drawn(slice(start * inner, stop * inner)))
 
     def before_overwriting(self, first: int) -> None:
         """Gather the rows before ``first`` that are not kept yet: they are about to go."""
@@ -157,13 +152,9 @@ class SampleSource:
         self.shape = sample.shape + view.shape
         self.dtype, self.device, self.slow = view.dtype, view.device, slow
 
-    def gather(self, start: int, stop: int) -> Tensor:
+    def gather(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Rows ``start:stop``."""
-        return self._sample.gather(self._key, start, stop)
-
-    def warm(self, start: int, stop: int) -> None:
-        """Have rows ``start:stop`` read from the disk."""
-        self._sample.warm(self._key, start, stop)
+        return self._sample.gather(self._key, start, stop, out)
 
     def check(self) -> None:
         """Raise :class:`StaleValueError` if rows were overwritten and not kept."""

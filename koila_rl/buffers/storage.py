@@ -7,7 +7,6 @@ indexed torch call.
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -73,14 +72,20 @@ class Stored:
         self.carried = tensor.dtype not in _KNOWN_TO_NUMPY
         self.row_bytes = tensor.element_size() * tensor.shape[1:].numel()
 
-    def take(self, index: Index) -> Tensor:
-        """Rows ``index`` as a new tensor on the column's device."""
+    def take(self, index: Index, out: Tensor | None = None) -> Tensor:
+        """Rows ``index`` as a new tensor on the column's device, or in ``out``."""
         size = self.row_bytes * index.size
         self._storage.bytes_read += size
         if self.array is None:
             rows = torch.from_numpy(index).to(self.tensor.device)
+            if out is not None:
+                return torch.index_select(self.tensor, 0, rows, out=out)
             return self.tensor.index_select(0, rows)
-        if size < 4096 and not self.carried:
+        if out is not None:
+            # Not the default "raise", which fills a second array first.
+            self.array.take(index, axis=0, out=to_numpy(out), mode="clip")
+            taken = out
+        elif size < 4096 and not self.carried:
             taken = torch.from_numpy(self.array.take(index, axis=0))
         else:
             taken = take(self.array, index, self.tensor.dtype if self.carried else None)
@@ -94,12 +99,6 @@ class Stored:
     def slow(self) -> bool:
         """Whether a gather may wait for a disk."""
         return self._mapping is not None
-
-    def warm(self, index: Index) -> None:
-        """Have the pages of rows ``index`` read from the disk; takes no memory of its own."""
-        if self._mapping is not None and self.row_bytes >= mmap.PAGESIZE // 4:
-            pages = np.arange(0, self.row_bytes, mmap.PAGESIZE)
-            self._mapping.bytes.take((index[:, None] * self.row_bytes + pages).reshape(-1))
 
     def put(self, start: int, values: Tensor) -> None:
         """Write ``values`` to the rows from ``start`` on; the caller has checked that they fit."""

@@ -1,7 +1,8 @@
 """What is done to rows after they reach the target device.
 
 A transform is any callable from rows ``[n, …]`` to rows ``[n, …]`` that treats each row by
-itself. One that has state offers ``frozen()``: what it was when the minibatch was drawn, so
+itself. It should take no more memory than its input and its output, which is what the plan
+counts. One that has state offers ``frozen()``: what it was when the minibatch was drawn, so
 that all microbatches of one minibatch see the same.
 """
 
@@ -40,10 +41,11 @@ def to_tensor(rows: Tensor) -> Tensor:
             f"to_tensor takes images [n, H, W, C] or [n, H, W], not {tuple(rows.shape)}"
         )
     images = rows[..., None] if rows.ndim == 3 else rows
-    images = images.permute(0, 3, 1, 2).contiguous()
-    if rows.dtype == torch.uint8:
-        return images.to(torch.get_default_dtype()).div_(255)
-    return images
+    images = images.permute(0, 3, 1, 2)
+    dtype = torch.get_default_dtype() if rows.dtype == torch.uint8 else rows.dtype
+    # One pass, without a copy between: what is read takes its input and its output.
+    made = torch.empty(images.shape, dtype=dtype, device=rows.device).copy_(images)
+    return made.div_(255) if rows.dtype == torch.uint8 else made
 
 
 class Cast:
@@ -109,7 +111,10 @@ class RunningNormalisation:
         dtype = rows.dtype if rows.dtype.is_floating_point else torch.get_default_dtype()
         mean = self.mean.to(rows.device)
         scale = (self.variance + self._eps).sqrt().to(rows.device)
-        return ((rows - mean) / scale).clamp(-self._clip, self._clip).to(dtype)
+        made = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+        # Differences are taken in float64: a large mean must not cancel the digits.
+        torch.sub(rows, mean, out=made)
+        return made.div_(scale).clamp_(-self._clip, self._clip)
 
     def frozen(self) -> RunningNormalisation:
         """The moments as they are now."""

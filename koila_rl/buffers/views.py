@@ -56,11 +56,8 @@ class View(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def gather(self, at: Drawn) -> Tensor:
-        """``[len(at.rows), *shape]``."""
-
-    def warm(self, at: Drawn) -> None:
-        """Have what :meth:`gather` will need read from the disk."""
+    def gather(self, at: Drawn, out: Tensor | None = None) -> Tensor:
+        """``[len(at.rows), *shape]``; in ``out`` where given."""
 
 
 class StoredView:
@@ -73,13 +70,9 @@ class StoredView:
         tensor = column.tensor
         self.shape, self.dtype, self.device = tuple(tensor.shape[1:]), tensor.dtype, tensor.device
 
-    def gather(self, at: Drawn) -> Tensor:
+    def gather(self, at: Drawn, out: Tensor | None = None) -> Tensor:
         """The column's rows."""
-        return self._column.take(at.last_slots if self._last else at.slots)
-
-    def warm(self, at: Drawn) -> None:
-        """Have the rows read from the disk."""
-        self._column.warm(at.last_slots if self._last else at.slots)
+        return self._column.take(at.last_slots if self._last else at.slots, out)
 
 
 class StackView:
@@ -93,14 +86,10 @@ class StackView:
         self._store, self._following = store, following
         self.shape, self.dtype, self.device = store.shape, dtype, device
 
-    def gather(self, at: Drawn) -> Tensor:
+    def gather(self, at: Drawn, out: Tensor | None = None) -> Tensor:
         """The stacks."""
         rows = at.last if self._following else at.rows
-        return self._store.gather(rows, following=self._following)
-
-    def warm(self, at: Drawn) -> None:
-        """Have the frames read from the disk."""
-        self._store.warm(at.last if self._following else at.rows)
+        return self._store.gather(rows, following=self._following, out=out)
 
 
 class RewardView:
@@ -113,7 +102,7 @@ class RewardView:
         floating = tensor.dtype.is_floating_point
         self.dtype = tensor.dtype if floating else torch.get_default_dtype()
 
-    def gather(self, at: Drawn) -> Tensor:
+    def gather(self, at: Drawn, out: Tensor | None = None) -> Tensor:
         """The discounted sums."""
         assert at.steps is not None
         total = torch.zeros(len(at.rows), *self.shape, dtype=torch.float64, device=self.device)
@@ -127,10 +116,7 @@ class RewardView:
             # A reward outside the window may be infinite; 0 times it must not become NaN.
             factor = factor.view(-1, *[1] * len(self.shape))
             total += torch.where(factor != 0, factor * reward, 0.0)
-        return total.to(self.dtype)
-
-    def warm(self, at: Drawn) -> None:
-        """Nothing: rewards are small."""
+        return _put(total.to(self.dtype), out)
 
 
 class DiscountView:
@@ -140,12 +126,13 @@ class DiscountView:
         self.shape, self.dtype, self._gamma = shape, dtype, gamma
         self.device = torch.device("cpu")
 
-    def gather(self, at: Drawn) -> Tensor:
+    def gather(self, at: Drawn, out: Tensor | None = None) -> Tensor:
         """The discounts, in the shape of the rewards."""
         assert at.steps is not None
         discount = torch.from_numpy(self._gamma ** at.steps.astype(np.float64))
         discount = discount.view(-1, *[1] * len(self.shape)).expand(-1, *self.shape)
-        return discount.to(self.dtype)
+        return _put(discount.to(self.dtype), out)
 
-    def warm(self, at: Drawn) -> None:
-        """Nothing: computed."""
+
+def _put(rows: Tensor, out: Tensor | None) -> Tensor:
+    return rows if out is None else out.copy_(rows)

@@ -10,7 +10,7 @@ backward are PyTorch's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from koila_rl.engine.program import Bound, Stage
 from koila_rl.engine.replay import Effects, Randomness
+from koila_rl.engine.rows import RowSource, real_inputs
 from koila_rl.recording.layouts import Layout, join_into, slice_rows
-from koila_rl.recording.values import Captured, Node, Source
 
 __all__ = ["Execution", "RowSource", "microbatches", "real_inputs"]
 
@@ -27,20 +27,6 @@ __all__ = ["Execution", "RowSource", "microbatches", "real_inputs"]
 def microbatches(n: int, size: int) -> list[tuple[int, int]]:
     """Start and stop of each microbatch; the last may be smaller."""
     return [(start, min(start + size, n)) for start in range(0, n, size)]
-
-
-class RowSource:
-    """Rows that are read from storage when a microbatch runs."""
-
-    def __init__(self, node: Node) -> None:
-        source = node.call
-        assert isinstance(source, Source)
-        self.rows = source.rows
-        self.n, self.layout = node.meta.n, node.meta.layout
-
-    def slice(self, start: int, stop: int) -> Tensor:
-        assert self.rows is not None
-        return self.rows.read(start, stop)
 
 
 class Execution:
@@ -150,24 +136,6 @@ class Execution:
             self.env[v] = out
 
 
-def real_inputs(bound: Bound) -> list[Any]:
-    """The tensors behind a program's inputs; `RowSource` for rows that are read on demand."""
-    return [_real(item) for item in bound.tensors]
-
-
-def _real(item: Any) -> Any:
-    if isinstance(item, Captured):
-        return item.as_recorded()
-    if item.attached is not None:
-        return item.attached
-    source = item.call
-    assert isinstance(source, Source)
-    if source.data is None:
-        return RowSource(item)
-    frozen = source.data.requires_grad and not item.meta.requires_grad
-    return source.data.detach() if frozen else source.data
-
-
 class StageRun:
     """A stage with its inputs: slices them, runs the code, adds up results and gradients."""
 
@@ -190,6 +158,11 @@ class StageRun:
         self.whole_inputs = [k for k, x in enumerate(self.wholes) if grads and x.requires_grad]
         self.inputs = [self.rows[k][0] for k in self.row_inputs]
         self.inputs += [self.wholes[k] for k in self.whole_inputs]
+        self.early = [
+            x for x, layout, prefix in self.rows
+            if isinstance(x, RowSource) and x.prefetch and x.n == stage.n and x.layout == layout
+            and not prefix
+        ] if len(self.places) > 1 else []  # fmt: skip
         self.wanted = [stage.requires_grad.get(v, False) for v in stage.outputs]
         self.differentiable = bool(self.inputs) and any(self.wanted)
 
@@ -213,7 +186,18 @@ class StageRun:
                 found.append(slice_rows(x, layout, n, 0, stop - start))
             else:
                 found.append(slice_rows(x, layout, n, start, stop))
+        if self.early and stop < n:
+            for source in self.early:
+                source.fetch(stop, min(2 * stop - start, n))
         return found
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """The microbatches; what was read ahead for one that never came is let go."""
+        try:
+            yield from self.places
+        finally:
+            for x in self.early:
+                x.drop()
 
     def body(self, start: int, stop: int, rows: Sequence[Any], wholes: Sequence[Any]) -> Any:
         randomness = self.effects if self.dry else Randomness(self.states, start, stop)
@@ -223,7 +207,7 @@ class StageRun:
         """All microbatches without gradients."""
         total = Totals(self.stage)
         with torch.no_grad():
-            for start, stop in self.places:
+            for start, stop in self.steps():
                 total.add(
                     self.body(start, stop, self.slices(start, stop), self.wholes), start, stop
                 )
@@ -239,7 +223,7 @@ class StageRun:
             wholes[k] = self.wholes[k].detach().requires_grad_()
             aliases.append(wholes[k])
         buffers: list[Tensor | None] = [None] * len(self.row_inputs)
-        for number, (start, stop) in enumerate(self.places):
+        for number, (start, stop) in enumerate(self.steps()):
             rows = [x.detach() if isinstance(x, Tensor) else x for x in self.slices(start, stop)]
             leaves = []
             for k in self.row_inputs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torchrl import data as theirs
 from torchrl.envs.transforms import Transform
@@ -75,7 +75,10 @@ def _lazy_storage(kind: Any) -> Any:
 def _rows(stored: Any, index: Tensor) -> Any:
     def column(tensor: Tensor) -> Tensor:
         plain = tensor.as_subclass(Tensor)
-        source = TensorSource(plain, index.to(plain.device), what="the TorchRL storage")
+        source = TensorSource(
+            plain, index.to(plain.device), "the TorchRL storage",
+            slow=isinstance(tensor, MemoryMappedTensor),
+        )  # fmt: skip
         return lazy_rows(ColumnRows(source))
 
     if isinstance(stored, Tensor):

@@ -46,6 +46,10 @@ class InputForm:
     has_grad: bool
     # Rows are read on demand along this dimension; None: the tensor is resident.
     rows: int | None
+    # Bytes of a row before it is transformed, 0 where it is not.
+    raw_bytes: int = 0
+    # Whether the rows of the next microbatch are read while one computes.
+    early: bool = False
 
 
 def input_forms(bound: Bound) -> tuple[InputForm, ...]:
@@ -65,7 +69,10 @@ def _form(item: Any) -> InputForm:
     meta: Meta = item.meta
     rows = source.rows
     assert rows is not None
-    return InputForm(meta.shape, meta.stride, meta.dtype, meta.device, False, False, rows.dim)
+    return InputForm(
+        meta.shape, meta.stride, meta.dtype, meta.device, False, False, rows.dim, rows.raw_bytes,
+        rows.prefetch is not None,
+    )  # fmt: skip
 
 
 def _tensor_form(x: Tensor) -> InputForm:
@@ -84,10 +91,33 @@ class _FakeRows(RowSource):
         self.dim = form.rows
         self.n = form.shape[form.rows]
         self.layout = Layout(self.dim) if self.n > 1 else None
+        self.prefetch = self.fetch if form.early else None
+        self.ahead: tuple[int, Tensor] | None = None
 
     def slice(self, start: int, stop: int) -> Tensor:
+        (count, raw), self.ahead = self.ahead or (0, None), None
+        if raw is None or count != stop - start:
+            raw = None
+            raw = self._raw(stop - start)
+        return self._rows(stop - start) if self.form.raw_bytes else raw
+
+    def fetch(self, start: int, stop: int) -> None:
+        self.ahead = (stop - start, self._raw(stop - start))
+
+    def drop(self) -> None:
+        self.ahead = None
+
+    def _raw(self, count: int) -> Tensor:
+        nbytes = self.form.raw_bytes * count
+        return (
+            torch.empty(nbytes, dtype=torch.uint8, device=self.form.device)
+            if nbytes
+            else self._rows(count)
+        )
+
+    def _rows(self, count: int) -> Tensor:
         shape = list(self.form.shape)
-        shape[self.dim] = stop - start
+        shape[self.dim] = count
         return torch.empty(shape, dtype=self.form.dtype, device=self.form.device)
 
 

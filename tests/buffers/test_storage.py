@@ -182,5 +182,31 @@ def test_delivery_to_a_gpu(storage: str) -> None:
     rows = buffer._minibatches.row_sources(buffer._draw(32, None))
     expected = rows["row",].read(0, 32)
     assert expected.device.type == "cuda"
-    rows["row",].prefetch(8, 16)
+    prefetch = rows["row",].prefetch
+    assert (prefetch is None) == (storage == "device")
+    if prefetch is not None:
+        assert torch.equal(rows["row",].read(8, 16, prefetch(8, 16)), expected[8:16])
+        prefetch(16, 24).drop()
     assert torch.equal(rows["row",].read(8, 16), expected[8:16])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_rows_copied_ahead_wait_for_what_used_their_memory_before() -> None:
+    buffer = ReplayBuffer(4096, device="cuda", seed=0)
+    buffer.extend({"row": torch.arange(4096.0)[:, None].expand(4096, 1000)})
+    assert buffer._minibatches is not None
+    rows = buffer._minibatches.row_sources(buffer._draw(4096, None))["row",]
+    assert rows.prefetch is not None
+    expected = rows.read(0, 4096)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for start in range(0, 4096, 512):
+        # The device is behind, and still to use memory that is free for the host.
+        used = torch.zeros(512, 1000, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy / 64
+        result = used + busy.sum() * 0
+        del used
+        ahead = rows.prefetch(start, start + 512)
+        assert torch.equal(rows.read(start, start + 512, ahead), expected[start : start + 512])
+        assert (result.nan_to_num() == 0).all()
