@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from koila_rl.buffers.checks import as_mask, number, whole
 from koila_rl.buffers.frames import FrameStore
 from koila_rl.buffers.ring import ENDED, SKIPPED, Ring
 from koila_rl.buffers.storage import Flags, Storage, Stored, to_numpy
@@ -59,6 +60,12 @@ def leaves_state(leaves: Iterable[Leaf]) -> list[Any]:
     ]
 
 
+class _EXACT:
+    """Whole numbers that float64 holds."""
+
+    min, max = -(2**53), 2**53
+
+
 @dataclass(frozen=True)
 class Options:
     """What decides the meaning of a stored row; kept beside the columns on disk."""
@@ -83,11 +90,10 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        for label in ("capacity", "n_envs", "n_steps", "frame_stack"):
-            if getattr(self, label) < 1:
-                raise ConfigurationError(f"{label} is {getattr(self, label)}; it must be 1 or more")
-        if not 0.0 <= self.gamma <= 1.0:
-            raise ConfigurationError(f"gamma is {self.gamma}; it must lie between 0 and 1")
+        for label in ("n_envs", "n_steps", "frame_stack"):
+            whole(label, getattr(self, label))
+        whole("frame_dim", self.frame_dim, None)
+        number("gamma", self.gamma, 1.0)
         if self.capacity < self.n_envs * self.n_steps:
             raise ConfigurationError(
                 f"capacity is {self.capacity}; n_envs={self.n_envs} with n_steps={self.n_steps} "
@@ -106,6 +112,7 @@ class TransitionColumns:
         self._expected: tuple[int, list[tuple[Key, torch.Size, torch.dtype]]] = (-1, [])
         shapes = {key: (shape, dtype) for key, shape, dtype in self.leaves}
         self._ends = [key for key in _ENDS if key in shapes]
+        self._dtypes = {key: dtype for key, shape, dtype in leaves if not shape}
         self._ring = ring
         self._storage = storage
         stacked = stacked_keys(shapes, options)
@@ -122,9 +129,7 @@ class TransitionColumns:
                 self.views[following(key)] = StackView(store, dtype, where, following=True)
             else:
                 label = "/".join(key)
-                self.stored[key] = storage.columns.get(label) or storage.allocate(
-                    label, (options.capacity, *shape), dtype
-                )
+                self.stored[key] = storage.column(label, (options.capacity, *shape), dtype)
                 self.views[key] = StoredView(self.stored[key], last=key[0] == "next")
         self.slow = storage.folder is not None
         self.plain = options.n_steps == 1 and not self._stacks
@@ -202,6 +207,17 @@ class TransitionColumns:
             store.write(values[key].to(device), values[following(key)].to(device))
         return flags
 
+    def as_stored(self, transition: Mapping[Any, Any], path: Key = ()) -> dict[Any, Any]:
+        """A transition whose Python numbers have the types that are stored, where they can."""
+        found = dict(transition)
+        for key, value in transition.items():
+            here = (*path, *key) if isinstance(key, tuple) else (*path, str(key))
+            if isinstance(value, dict):
+                found[key] = self.as_stored(value, here)
+            elif type(value) in (bool, int, float):
+                found[key] = _number_as(self._dtypes.get(here), value)
+        return found
+
     def row(self, transition: dict[str, Any]) -> dict[Key, Any] | None:
         """One transition by column where the fast way can take it, else None."""
         if self._stacks or self._storage.device.type != "cpu":
@@ -220,7 +236,12 @@ class TransitionColumns:
                 if value.dtype is not dtype or value.shape != shape:
                     return None
                 value = to_numpy(value)
-            elif shape or not isinstance(value, (int, float)) or self.stored[key].carried:
+            elif (
+                shape
+                or type(value) not in (bool, int, float)
+                or self.stored[key].carried
+                or not _takes(dtype, value)
+            ):
                 return None
             row[key] = value
         return row if _leaf_count(transition) == len(row) else None
@@ -279,6 +300,20 @@ def _stackable(
     )
 
 
+def _number_as(dtype: torch.dtype | None, value: Any) -> Any:
+    if dtype is None or not _takes(dtype, value):
+        return value
+    return torch.tensor(value, dtype=dtype)
+
+
+def _takes(dtype: torch.dtype, value: Any) -> bool:
+    """Whether a Python number is stored as it is, or to the rounding of its column."""
+    if type(value) is int and dtype is not torch.bool:
+        limits = _EXACT if dtype.is_floating_point else torch.iinfo(dtype)
+        return limits.min <= value <= limits.max
+    return dtype is torch.bool if type(value) is bool else dtype.is_floating_point
+
+
 def _leaf_count(transition: dict[str, Any]) -> int:
     count = len(transition)
     for value in transition.values():
@@ -299,10 +334,8 @@ def check_count(n: int, skip: Tensor | None, options: Options, named: bool) -> N
         raise BatchSizeError(
             f"{n} transitions are not a whole number of steps of n_envs={options.n_envs}"
         )
-    if skip is not None and (skip.shape != (n,) or skip.dtype != torch.bool):
-        raise BatchSizeError(
-            f"skip is {skip.dtype} {tuple(skip.shape)}; it must be bool of shape ({n},)"
-        )
+    if skip is not None:
+        as_mask("skip", skip, (n,))
 
 
 def check_windows(leaves: list[Leaf], options: Options) -> None:

@@ -66,10 +66,11 @@ class FrameStore:
         self._size = ring.capacity + k * ring.n_envs
 
         def column(name: str, shape: tuple[int, ...], dtype: torch.dtype, host: bool) -> Stored:
-            known = storage.columns.get(name)
-            return known or storage.allocate(name, shape, dtype, host=host)
+            return storage.column(name, shape, dtype, host=host)
 
-        pool = max(2 * k * ring.n_envs, self._size // _POOL_SHARE)
+        grown = storage.columns.get(f"_pool/{label}")
+        least = max(2 * k * ring.n_envs, self._size // _POOL_SHARE)
+        pool = least if grown is None else max(least, len(grown.tensor))
         self._frames = column(label, (self._size, *frame), dtype, False)
         self._pool = column(f"_pool/{label}", (pool, *frame), dtype, False)
         # Age (rows since a stack was kept in full, at most k) and references + 1, 0 for none.

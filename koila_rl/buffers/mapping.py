@@ -67,8 +67,8 @@ class MappedFolder:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             kind = "a buffer" if (path / DESCRIPTION).exists() else "files that are no buffer"
             raise StorageError(
-                f"{path} already holds {kind}; open it on purpose with ReplayBuffer.open(path), "
-                "name another folder, or remove it"
+                f"{path} already holds {kind}; open a buffer on purpose with open(path) of its "
+                "class, name another folder, or remove it"
             )
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path, unnamed=False, description=_blank())
@@ -87,8 +87,13 @@ class MappedFolder:
             raise StorageError(f"{source} is damaged: {error}") from error
         if not isinstance(description, dict) or description.get("format") != _FORMAT:
             raise StorageError(f"{source} is not of format {_FORMAT} of koila_rl's buffers")
-        for label, entry in description["columns"].items():
-            _verify(path / entry["file"], label, entry)
+        try:
+            for label, entry in description["columns"].items():
+                if Path(entry["file"]).name != entry["file"]:
+                    raise StorageError(f"column {label!r} lies outside {path}: {entry['file']!r}")
+                _verify(path / entry["file"], label, entry)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StorageError(f"{source} describes no columns of ours: {error!r}") from error
         return cls(path, unnamed=False, description=description)
 
     def allocate(self, label: str, shape: tuple[int, ...], dtype: torch.dtype) -> MappedFile:

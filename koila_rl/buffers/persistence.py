@@ -1,4 +1,4 @@
-"""Saving, loading and opening replay buffers.
+"""Saving, loading and opening buffers.
 
 A save is a folder of numbered versions and a file that names the current one, replaced when the
 new version is complete: a save killed at any byte leaves the one before.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,16 +17,31 @@ from koila_rl.buffers.mapping import MappedFolder, write_atomically
 from koila_rl.buffers.storage import Place, Storage, Stored
 from koila_rl.errors import StorageError
 
-if TYPE_CHECKING:
-    from koila_rl.buffers.replay import ReplayBuffer
-
 __all__ = ["flush", "load", "open_folder", "save"]
 
 _CURRENT = "current"
 _BYTES_AT_ONCE = 64 * 2**20
 
 
-def save(buffer: ReplayBuffer, path: Path) -> None:
+class Persistent(Protocol):
+    """A buffer that can be written down."""
+
+    @property
+    def storage(self) -> Storage:
+        """Where the columns lie."""
+
+    def saved_columns(self) -> dict[str, tuple[Stored, int]]:
+        """What a save holds: columns, and how many of their rows were ever written."""
+
+    def state(self) -> dict[str, Any]:
+        """What the buffer is beside its columns, as JSON takes it."""
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], storage: Storage, settings: dict[str, Any]) -> Any:
+        """The buffer of a state over columns that are filled already."""
+
+
+def save(buffer: Persistent, path: Path) -> None:
     """Write a new version below ``path`` and make it the current one."""
     path.mkdir(parents=True, exist_ok=True)
     entries = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
@@ -36,11 +51,8 @@ def save(buffer: ReplayBuffer, path: Path) -> None:
     target = path / str(max(map(int, versions), default=0) + 1)
     folder = MappedFolder.create(target)
     sizes = {}
-    for label, column in buffer.storage.columns.items():
-        # Slots beyond the rows ever stored hold nothing; pools and counters go by no row.
+    for label, (column, rows) in buffer.saved_columns().items():
         sizes[label] = len(column.tensor)
-        whole = label.startswith(("_pool", "_ring", "_tree"))
-        rows = sizes[label] if whole else min(sizes[label], buffer.rows_stored)
         shape = (rows, *column.tensor.shape[1:])
         copy = folder.allocate(label, shape, column.tensor.dtype)
         _copy(column, Stored(buffer.storage, copy.tensor, copy), rows)
@@ -51,9 +63,7 @@ def save(buffer: ReplayBuffer, path: Path) -> None:
         shutil.rmtree(path / version, ignore_errors=True)
 
 
-def load(
-    kind: type[ReplayBuffer], path: Path, place: Place, settings: dict[str, Any]
-) -> ReplayBuffer:
+def load(kind: type[Persistent], path: Path, place: Place, settings: dict[str, Any]) -> Any:
     """The current version below ``path``, copied into a storage of its own."""
     if not (path / _CURRENT).exists():
         raise StorageError(f"{path} holds no saved buffer")
@@ -73,25 +83,36 @@ def load(
         host = label.startswith("_") and not label.startswith("_pool/")
         kept = target.allocate(label, shape, column.tensor.dtype, host=host)
         _copy(column, kept, len(column.tensor))
-    return kind.restored(state, target, settings)
+    return _restored(kind, state, target, settings)
 
 
-def open_folder(kind: type[ReplayBuffer], path: Path, settings: dict[str, Any]) -> ReplayBuffer:
+def open_folder(kind: type[Persistent], path: Path, settings: dict[str, Any]) -> Any:
     """The buffer whose mapped files lie in ``path``."""
     folder = MappedFolder.open(path)
     if not folder.description["buffer"]:
         raise StorageError(f"{path} holds a buffer that nothing was ever stored in; remove it")
     storage = Storage(path, folder=folder)
     storage.open()
-    return kind.restored(folder.description["buffer"], storage, settings)
+    return _restored(kind, folder.description["buffer"], storage, settings)
 
 
-def flush(buffer: ReplayBuffer) -> None:
+def flush(buffer: Persistent) -> None:
     """Bring the description of a mapped folder up to date, and both to the disk."""
     folder = buffer.storage.folder
     if folder is not None:
         folder.description["buffer"] = buffer.state()
         folder.flush()
+
+
+def _restored(
+    kind: type[Persistent], state: dict[str, Any], storage: Storage, settings: dict[str, Any]
+) -> Any:
+    if state.get("kind") != kind.__name__:
+        raise StorageError(f"this is a {state.get('kind')}, not a {kind.__name__}")
+    try:
+        return kind.restored(state, storage, settings)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StorageError(f"the description of the buffer is not ours: {error!r}") from error
 
 
 def _copy(source: Stored, target: Stored, rows: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from koila_rl.buffers.checks import number, whole
 from koila_rl.buffers.columns import TransitionColumns
 from koila_rl.buffers.replay import ReplayBuffer
 from koila_rl.buffers.samplers import Sampler
@@ -46,13 +47,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **kwargs: Any,
     ) -> None:
         """Take no memory yet."""
-        for label, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            if not 0.0 <= value < float("inf"):
-                raise ConfigurationError(f"{label} is {value}; it must be 0 or more")
+        self.alpha = number("alpha", alpha)
+        self.beta = number("beta", beta)
+        self._eps = number("eps", eps)
         super().__init__(capacity, *args, **kwargs)
-        self.alpha = alpha
-        self.beta = beta
-        self._eps = eps
         self._largest = 1.0
         self._tree: SumTree | None = None
 
@@ -73,8 +71,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         ``td_error`` has one element a transition, lazy or not. Transitions that were replaced
         since are left out. Raises before anything changes if an error is not finite.
         """
+        if "index" not in sample:
+            raise ConfigurationError(
+                "the minibatch has no 'index'; give the one that sample() of this buffer gave"
+            )
         rows = sample["index"].cpu().numpy()
-        errors = td_error.detach()
+        errors = torch.as_tensor(td_error).detach()
         if errors.numel() != len(rows):
             raise BatchSizeError(
                 f"td_error is {tuple(errors.shape)} for a minibatch of {len(rows)} transitions"
@@ -95,8 +97,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             self._tree.set(self._ring.slots(rows), priorities**self.alpha)
 
     def _draw_by_priority(self, size: int) -> tuple[Index, Any]:
-        if size < 1:
-            raise ConfigurationError(f"batch_size is {size}; it must be at least 1")
+        if type(size) is not int or size < 1:
+            size = whole("batch_size", size)
         if len(self) == 0 or self._tree is None:
             raise StorageError("the buffer holds no transitions to sample")
         total = self._tree.total
@@ -117,10 +119,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def _set_columns(self, leaves: list[Any]) -> TransitionColumns:
         columns = super()._set_columns(leaves)
-        known = self._storage.columns.get("_tree")
-        column = known or self._storage.allocate(
-            "_tree", (self.capacity,), torch.float64, host=True
-        )
+        column = self._storage.column("_tree", (self.capacity,), torch.float64, host=True)
         assert column.array is not None
         self._tree = SumTree(column.array)
         return columns

@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from koila_rl.buffers import persistence
+from koila_rl.buffers.checks import as_device, as_seed, whole
 from koila_rl.buffers.columns import (
     Leaf,
     Options,
@@ -26,11 +27,11 @@ from koila_rl.buffers.columns import (
 )
 from koila_rl.buffers.minibatches import Minibatches
 from koila_rl.buffers.ring import Ring
-from koila_rl.buffers.samplers import Sampler, Shuffled
-from koila_rl.buffers.storage import Index, Place, Storage
+from koila_rl.buffers.samplers import Sampler, Shuffled, draw_from
+from koila_rl.buffers.storage import Index, Place, Storage, Stored
 from koila_rl.buffers.transforms import Transform, by_key
 from koila_rl.buffers.tree import Columns, Key, flatten
-from koila_rl.errors import ConfigurationError, StorageError
+from koila_rl.errors import StorageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,17 +88,16 @@ class ReplayBuffer:
         save_limit: int = 256 * 2**20,
     ) -> None:
         """Take no memory yet."""
-        envs = 1 if n_envs is None else n_envs
+        envs = 1 if n_envs is None else whole("n_envs", n_envs)
+        given = whole("capacity", capacity)
         keys = None if frame_keys is None else tuple(_key(key) for key in frame_keys)
-        self.options = Options(
-            int(capacity) // max(1, envs) * max(1, envs), envs, n_steps, gamma, frame_stack,
-            frame_dim, keys,
-        )  # fmt: skip
-        self.device = None if device is None else torch.device(device)
-        self.save_limit = save_limit
+        rounded = given // envs * envs or given
+        self.options = Options(rounded, envs, n_steps, gamma, frame_stack, frame_dim, keys)
+        self.device = as_device(device)
+        self.save_limit = whole("save_limit", save_limit, 0)
         self._transforms = by_key(transforms)
         self._n_envs_named = n_envs is not None
-        self._generator = np.random.default_rng(seed)
+        self._generator = np.random.default_rng(as_seed(seed))
         self._storage = Storage(storage, self.device)
         self._ring = Ring(self.options.capacity, envs, self._storage)
         self._columns: TransitionColumns | None = None
@@ -117,6 +117,16 @@ class ReplayBuffer:
     def storage(self) -> Storage:
         """Where the columns lie."""
         return self._storage
+
+    def saved_columns(self) -> dict[str, tuple[Stored, int]]:
+        """What a save holds: columns, and how many of their rows were ever written."""
+        stored = self._ring.total
+        # Slots beyond the rows ever stored hold nothing; pools and counters go by no row.
+        return {
+            label: (column, len(column.tensor) if label.startswith(("_pool", "_ring", "_tree"))
+                    else min(len(column.tensor), stored))
+            for label, column in self._storage.columns.items()
+        }  # fmt: skip
 
     @property
     def rows_stored(self) -> int:
@@ -173,7 +183,8 @@ class ReplayBuffer:
         columns = self._columns
         row = None if columns is None else columns.row(transition)
         if columns is None or row is None:
-            self.extend({key: value[None] for key, value in flatten(transition).items()})
+            known = transition if columns is None else columns.as_stored(transition)
+            self.extend({key: value[None] for key, value in flatten(known).items()})
             return
         check_count(1, None, self.options, self._n_envs_named)
         first = self._ring.total
@@ -223,10 +234,11 @@ class ReplayBuffer:
     ) -> Iterator[TensorDict]:
         """Minibatches for whole epochs, each transition once an epoch unless a sampler is given."""
         chosen = Shuffled() if sampler is None else sampler
-        for _ in range(n_epochs):
+        size = whole("batch_size", batch_size)
+        for _ in range(whole("n_epochs", n_epochs)):
             left = chosen.epoch_size(len(self))
             while left > 0:
-                rows = self._draw(min(batch_size, left), chosen)
+                rows = self._draw(min(size, left), chosen)
                 left -= len(rows)
                 yield self._make(rows, lazy=lazy)
 
@@ -236,9 +248,8 @@ class ReplayBuffer:
         Each begins at a transition drawn uniformly and follows its episode. ``mask`` is False
         where the episode or the buffer ended before ``length``; those rows repeat the last one.
         """
-        if length < 1:
-            raise ConfigurationError(f"length is {length}; it must be at least 1")
-        rows, there = self._ring.follow(self._draw(batch_size, None), length)
+        steps = whole("length", length)
+        rows, there = self._ring.follow(self._draw(batch_size, None), steps)
         return self._make(rows, {"mask": torch.from_numpy(there)}, lazy=lazy)
 
     def __getitem__(self, index: _Positions) -> TensorDict:
@@ -309,8 +320,6 @@ class ReplayBuffer:
     @classmethod
     def restored(cls, state: dict[str, Any], storage: Storage, settings: dict[str, Any]) -> Self:
         """The buffer of a :meth:`state` over columns that are filled already."""
-        if state["kind"] != cls.__name__:
-            raise StorageError(f"this is a {state['kind']}, not a {cls.__name__}")
         options = Options.from_state(state["options"])
         buffer = cls(options.capacity, n_envs=options.n_envs, **settings)
         buffer.options, buffer._storage = options, storage
@@ -322,13 +331,13 @@ class ReplayBuffer:
         return buffer
 
     def _draw(self, size: int, sampler: Sampler | None) -> Index:
-        if size < 1:
-            raise ConfigurationError(f"batch_size is {size}; it must be at least 1")
+        if type(size) is not int or size < 1:
+            size = whole("batch_size", size)
         n, ring = len(self), self._ring
         if n == 0:
             raise StorageError("the buffer holds no transitions to sample")
         if sampler is not None:
-            drawn = sampler.draw(n, size, self._generator)
+            drawn = draw_from(sampler, n, size, self._generator)
             return ring.valid_rows()[drawn] if ring.skipped else drawn + ring.first
         return ring.draw(size, self._generator)
 
@@ -362,10 +371,7 @@ class ReplayBuffer:
             self._ring, columns, self.options.n_steps, device=self.device,
             transforms=self._transforms, save_limit=self.save_limit,
         )  # fmt: skip
-        if self._storage.folder is not None and not self._storage.folder.description["buffer"]:
-            # From here on a killed process leaves a folder that can be opened.
-            self._storage.folder.description["buffer"] = self.state()
-            self._storage.folder.write_description()
+        self._storage.describe(self.state())
         return columns
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from koila_rl.buffers.storage import Flags, Index, Storage
+from koila_rl.errors import StorageError
 
 __all__ = ["Ring"]
 
@@ -28,17 +29,19 @@ class Ring:
     def __init__(self, capacity: int, n_envs: int, storage: Storage) -> None:
         self.capacity = capacity
         self.n_envs = n_envs
-        known = storage.columns
-        counters = known.get("_ring") or storage.allocate("_ring", (2,), torch.int64, host=True)
+        counters = storage.column("_ring", (2,), torch.int64, host=True)
         assert counters.array is not None
         # Through NumPy: a torch element assignment costs more than storing a small transition.
         self._counters: Index = counters.array
-        flags = known.get("_flags") or storage.allocate(
-            "_flags", (capacity,), torch.uint8, host=True
-        )
+        flags = storage.column("_flags", (capacity,), torch.uint8, host=True)
         assert flags.array is not None
         self._flags: Flags = flags.array
         self.begun, self.total = (int(count) for count in self._counters)
+        if not 0 <= self.total <= self.begun <= self.total + capacity:
+            raise StorageError(
+                f"a ring of {capacity} slots cannot have begun {self.begun} rows and ended "
+                f"{self.total}"
+            )
         live = self._flags[self.slots(np.arange(self.first, self.total))]
         self.skipped = int(np.count_nonzero(live & SKIPPED))
 

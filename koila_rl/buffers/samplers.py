@@ -14,7 +14,7 @@ import numpy.typing as npt
 from koila_rl.buffers.storage import Index
 from koila_rl.errors import ConfigurationError
 
-__all__ = ["Sampler", "Sequential", "Shuffled", "Subset", "Uniform", "Weighted"]
+__all__ = ["Sampler", "Sequential", "Shuffled", "Subset", "Uniform", "Weighted", "draw_from"]
 
 
 class Sampler(Protocol):
@@ -25,6 +25,21 @@ class Sampler(Protocol):
 
     def epoch_size(self, n: int) -> int:
         """Positions in one epoch."""
+
+
+def draw_from(sampler: Sampler, n: int, size: int, generator: np.random.Generator) -> Index:
+    """What the sampler draws, checked: a position that is not there would be another's row."""
+    if not callable(getattr(sampler, "draw", None)):
+        raise ConfigurationError(
+            f"sampler is {sampler!r}; it must have draw(n, size, generator) and epoch_size(n)"
+        )
+    drawn = np.asarray(sampler.draw(n, size, generator), dtype=np.int64)
+    if drawn.ndim != 1 or len(drawn) == 0 or drawn.min() < 0 or drawn.max() >= n:
+        raise ConfigurationError(
+            f"{type(sampler).__name__} drew {drawn.tolist()[:4]} of {n} transitions; positions "
+            f"are 0 to {n - 1}, at least one"
+        )
+    return drawn
 
 
 class Uniform:
@@ -83,7 +98,10 @@ class Subset:
     """Without replacement from the positions given."""
 
     def __init__(self, positions: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        self._positions = np.asarray(positions, dtype=np.int64).reshape(-1)
+        given = np.asarray(positions)
+        if given.dtype.kind not in "iu" and given.size:
+            raise ConfigurationError(f"a subset takes whole numbers, not {positions!r}")
+        self._positions = given.astype(np.int64).reshape(-1)
         if len(self._positions) == 0 or self._positions.min() < 0:
             raise ConfigurationError("a subset needs at least one position, none below 0")
         self._inner = Shuffled()
@@ -104,7 +122,10 @@ class Weighted:
     """With replacement, in proportion to one weight a position; weight 0 is never drawn."""
 
     def __init__(self, weights: Sequence[float] | npt.NDArray[np.floating]) -> None:
-        self._weights = np.asarray(weights, dtype=np.float64).reshape(-1)
+        given = np.asarray(weights)
+        if given.dtype.kind not in "biuf":
+            raise ConfigurationError(f"weights are numbers, not {weights!r}")
+        self._weights = given.astype(np.float64).reshape(-1)
         if not np.isfinite(self._weights).all() or (self._weights < 0).any():
             raise ConfigurationError("weights must be finite and at least 0")
         if self._weights.sum() <= 0:

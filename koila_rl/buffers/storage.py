@@ -18,7 +18,7 @@ from torch import Tensor
 from koila_rl.buffers.allocation import check_allocation
 from koila_rl.buffers.gathering import take
 from koila_rl.buffers.mapping import MappedFile, MappedFolder
-from koila_rl.errors import ConfigurationError
+from koila_rl.errors import ConfigurationError, StorageError
 
 __all__ = ["Flags", "Index", "Place", "Storage", "Stored", "to_numpy"]
 
@@ -129,7 +129,8 @@ class Storage:
         device: torch.device | None = None,
         folder: MappedFolder | None = None,
     ) -> None:
-        if isinstance(place, str) and place not in ("ram", "pinned", "device", "memmap"):
+        places = ("ram", "pinned", "device", "memmap")
+        if not isinstance(place, Path) and place not in places:
             raise ConfigurationError(
                 f"storage is {place!r}; it must be 'ram', 'pinned', 'device', 'memmap' or a "
                 "pathlib.Path of a folder to create"
@@ -183,6 +184,26 @@ class Storage:
                 tensor = _fresh_pages(shape, dtype)
         self.columns[label] = Stored(self, tensor, mapping)
         return self.columns[label]
+
+    def column(
+        self, label: str, shape: tuple[int, ...], dtype: torch.dtype, *, host: bool = False
+    ) -> Stored:
+        """The column of that name, verified, or a new one."""
+        known = self.columns.get(label)
+        if known is None:
+            return self.allocate(label, shape, dtype, host=host)
+        if tuple(known.tensor.shape) != shape or known.tensor.dtype is not dtype:
+            raise StorageError(
+                f"column {label!r} is {known.tensor.dtype} {tuple(known.tensor.shape)}, where "
+                f"the buffer's description asks for {dtype} {shape}"
+            )
+        return known
+
+    def describe(self, state: dict[str, Any]) -> None:
+        """Write down what the buffer is: from here on a killed process leaves it readable."""
+        if self._folder is not None and not self._folder.description["buffer"]:
+            self._folder.description["buffer"] = state
+            self._folder.write_description()
 
     def open(self) -> None:
         """Map every column that the folder's description lists."""

@@ -124,7 +124,12 @@ class RunningNormalisation:
 
 
 def by_key(transforms: Mapping[Key | str, Transform] | None) -> dict[Key, Transform]:
-    """Transforms under whole keys."""
+    """Transforms under whole keys; refuses what is none."""
+    for key, change in (transforms or {}).items():
+        if not callable(change):
+            raise ConfigurationError(
+                f"the transform of {key!r} is {change!r}; it must be a function of rows [n, …]"
+            )
     return {
         (key,) if isinstance(key, str) else tuple(key): change
         for key, change in (transforms or {}).items()

@@ -38,6 +38,11 @@ def flatten(values: TensorDictBase | Mapping[Any, Any]) -> Columns:
     NumPy arrays and Python numbers become tensors; float64 arrays keep their type. Raises
     :class:`StorageError` for a leaf that is not numeric.
     """
+    if not isinstance(values, (TensorDictBase, Mapping)):
+        raise StorageError(
+            f"transitions are a {type(values).__name__}; they must be a TensorDict or a mapping "
+            "from names to tensors"
+        )
     found: Columns = {}
     _collect(values, (), found)
     return found
@@ -58,9 +63,12 @@ def _collect(values: TensorDictBase | Mapping[Any, Any], path: Key, found: Colum
 
 
 def _tensor(value: Any, path: Key) -> Tensor:
-    if isinstance(value, (bool, int, float)):
-        return torch.tensor(value)
-    array = np.asarray(value)
+    try:
+        if isinstance(value, (bool, int, float)):
+            return torch.tensor(value)
+        array = np.asarray(value)
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise StorageError(f"{name(path)!r} is no array of numbers: {error}") from None
     if array.dtype.kind not in "biufc":
         raise StorageError(
             f"{name(path)!r} holds {type(value).__name__} of dtype {array.dtype}: a buffer stores "

@@ -1,11 +1,13 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 import koila_rl
-from koila_rl.buffers import RolloutBuffer
+from koila_rl.buffers import ReplayBuffer, RolloutBuffer
+from koila_rl.buffers.mapping import DESCRIPTION
 from koila_rl.errors import (
     BatchSizeError,
     ConfigurationError,
@@ -214,6 +216,87 @@ def test_rollouts_in_files(storage: str, tmp_path: Path) -> None:
     assert weight.grad is not None
     assert weight.grad.item() == 3 * sum(range(15))
     assert total == 0
+
+
+def test_files_of_a_rollout_are_opened_on_purpose(tmp_path: Path) -> None:
+    place = tmp_path / "rollout"
+    rollout = RolloutBuffer(5, 3, seed=7, storage=place)
+    for t in range(4):
+        rollout.add(step(t))
+    with pytest.raises(StorageError, match="already holds a buffer; open a buffer on purpose"):
+        RolloutBuffer(5, 3, storage=place)
+    with pytest.raises(StorageError, match="this is a RolloutBuffer, not a ReplayBuffer"):
+        ReplayBuffer.open(place)
+    opened = RolloutBuffer.open(place)
+    assert (len(opened), opened.n_steps, opened.n_envs) == (4, 5, 3)
+    assert (opened[:] == rollout[:]).all()
+    opened.add(step(4))
+    assert len(rollout) == 5  # the same files
+    opened.flush()
+    again = RolloutBuffer.open(place)
+    drawn, expected = again.minibatches(4, 2, lazy=False), opened.minibatches(4, 2, lazy=False)
+    assert all((a == b).all() for a, b in zip(drawn, expected, strict=True))
+
+
+def test_foreign_and_truncated_files_of_a_rollout_are_refused(tmp_path: Path) -> None:
+    place = tmp_path / "rollout"
+    RolloutBuffer(5, 3, storage=place).add(step(0))
+    description = place / DESCRIPTION
+    text = description.read_text()
+    (column,) = place.glob("*action.bin")
+    content = column.read_bytes()
+    column.write_bytes(content[:-8])
+    with pytest.raises(StorageError, match=r"'action' is truncated or foreign.*112 bytes.*120"):
+        RolloutBuffer.open(place)
+    column.write_bytes(content)
+    for wrong, message in [
+        (text.replace('"n_steps": 5', '"n_steps": 6'), r"asks for .*\(18,"),
+        (text.replace('"n_steps": 5', '"n_steps": "x"'), "n_steps is 'x'"),
+        (text.replace('"leaves"', '"branches"'), "is not ours.*leaves"),
+        (text.replace('"columns"', '"rows"'), "no columns of ours"),
+        (text.replace('"file": "', '"file": "../'), "lies outside"),
+    ]:
+        assert wrong != text
+        description.write_text(wrong)
+        with pytest.raises((StorageError, ConfigurationError), match=message):
+            RolloutBuffer.open(place)
+    description.write_text(text)
+    (steps,) = place.glob("*steps.bin")
+    steps.write_bytes((9).to_bytes(8, "little"))
+    with pytest.raises(StorageError, match="5 steps cannot hold 9"):
+        RolloutBuffer.open(place)
+    steps.write_bytes((1).to_bytes(8, "little"))
+    assert len(RolloutBuffer.open(place)) == 1
+
+
+@pytest.mark.parametrize("storage", ["ram", "memmap", "path"])
+def test_saved_and_loaded_rollouts_give_the_same_minibatches(storage: str, tmp_path: Path) -> None:
+    rollout = filled(seed=3)
+    rollout.data["advantage"] = rollout.data["action"].double() / 3
+    list(rollout.minibatches(4))
+    rollout.save(tmp_path / "saved")
+    place: Any = tmp_path / "loaded" if storage == "path" else storage
+    loaded = RolloutBuffer.load(tmp_path / "saved", place)
+    assert (loaded.data == rollout.data).all()
+    if storage == "path":
+        loaded.flush()
+        loaded = RolloutBuffer.open(place)
+    drawn, expected = loaded.minibatches(4, 2, lazy=False), rollout.minibatches(4, 2, lazy=False)
+    for ours, theirs in zip(drawn, expected, strict=True):
+        # Of files, a minibatch is read from front to back.
+        order = slice(None) if storage == "ram" else theirs["action"].argsort()
+        assert (ours == theirs[order]).all()
+    with pytest.raises(StorageError, match="empty"):
+        RolloutBuffer(2, 2).save(tmp_path / "saved")
+
+
+def test_steps_by_position() -> None:
+    rollout = RolloutBuffer(5, 3)
+    for t in range(3):
+        rollout.add(step(t))
+    assert [int(part["action"][0]) for part in rollout] == [0, 3, 6]
+    assert rollout[-1]["action"].tolist() == [6, 7, 8]
+    assert rollout[1:].batch_size == (2, 3)
 
 
 def test_nothing_moves_before_a_value_is_needed() -> None:

@@ -55,7 +55,7 @@ def test_a_folder_is_never_reused_in_silence(tmp_path: Path) -> None:
     place = tmp_path / "buffer"
     buffer = ReplayBuffer(4, place, seed=0)
     buffer.extend(transitions(0, 6))
-    with pytest.raises(StorageError, match=r"already holds a buffer.*ReplayBuffer\.open"):
+    with pytest.raises(StorageError, match=r"already holds a buffer.*open\(path\)"):
         ReplayBuffer(4, place)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
