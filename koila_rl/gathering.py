@@ -12,7 +12,7 @@ from koila_rl.engine.binding import calls_behind
 from koila_rl.engine.gradients import RowSource
 from koila_rl.engine.program import Bound
 from koila_rl.errors import StaleValueError
-from koila_rl.recording.clock import stepped_since
+from koila_rl.recording.clock import optimizer_steps, stepped_since
 from koila_rl.recording.values import Call, Captured, Node, Source
 
 __all__ = [
@@ -50,38 +50,42 @@ def source_tensor(node: Node) -> Tensor:
     return source.data
 
 
-def checks_of(roots: Sequence[Node], open_checks: Sequence[Check]) -> list[Check]:
-    """The validations that belong to the roots' program and have not been made."""
-    calls = calls_behind(roots)
-    candidates = [*open_checks, *(check for call in calls for check in call.checks)]
+def checks_of(
+    roots: Sequence[Node], calls: Sequence[Call], open_checks: Sequence[Check]
+) -> list[Check]:
+    """The validations that belong to the program of ``calls`` and have not been made."""
+    carried = {id(call.checks): call.checks for call in calls if call.checks}
+    candidates = [*open_checks, *(check for checks in carried.values() for check in checks)]
     if not candidates:
         return []
-    known = _origins(roots)
+    known = _origins(roots, calls)
     found: dict[int, Check] = {}
     for check in candidates:
         node = check[0]
-        if node.value is None and id(node) not in found and known & _origins([node]):
+        if node.value is None and id(node) not in found:
             found[id(node)] = check
+            if known.isdisjoint(_origins([node], calls_behind([node]))):
+                del found[id(node)]
     return list(found.values())
 
 
-def _origins(roots: Sequence[Node]) -> set[int]:
+def _origins(roots: Sequence[Node], calls: Sequence[Call]) -> set[int]:
     """Identities of the calls and wrapped minibatches behind some values."""
     found = {id(root.call) for root in roots}
-    for call in calls_behind(roots):
+    for call in calls:
         found.add(id(call))
-        found.update(id(x.call) for x in call.inputs if isinstance(x, Node))
+        found.update([id(x.call) for x in call.inputs if type(x) is Node])
     return found
 
 
-def companions(roots: Sequence[Node], live: Sequence[Node]) -> list[Node]:
+def companions(roots: Sequence[Node], calls: Sequence[Call], live: Sequence[Node]) -> list[Node]:
     """Live values that share recorded calls with the roots."""
     chosen = {id(root) for root in roots}
     others = [node for node in live if id(node) not in chosen]
     if not others:
         return []
     # One walk for all: whether a call leads to one of the roots' calls.
-    leads = {id(call): True for call in calls_behind(roots)}
+    leads = {id(call): True for call in calls}
 
     def follow(call: Call) -> bool:
         stack = [call]
@@ -155,26 +159,22 @@ def is_small(node: Node) -> bool:
 
 def check_fresh(bound: Bound) -> None:
     """Refuse to run on tensors that changed after they were recorded."""
-    for call in bound.calls:
-        unchecked = getattr(call.info.func, "unchecked", False)
-        if unchecked or (call.state is not None and call.state.done):
-            continue
-        for x in call.inputs:
-            if isinstance(x, Captured):
-                tensor = x.tensor
-                changed = (
-                    (not tensor.is_inference() and tensor._version != x.version)
-                    or (x.pointer and tensor.data_ptr() != x.pointer)
-                    or stepped_since(tensor, x.steps)
-                )
-                if changed:
-                    raise StaleValueError(
-                        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} changed after "
-                        f"{call.info.name} was recorded with it, so its value at record time can "
-                        "no longer be computed. Read the value before the change, or keep it alive "
-                        "during backward(): values of up to 64 bytes a sample that are still held "
-                        "are computed along."
-                    )
+    steps = optimizer_steps()
+    for x, call in bound.captured:
+        tensor = x.tensor
+        changed = (
+            (not tensor.is_inference() and tensor._version != x.version)
+            or (x.pointer and tensor.data_ptr() != x.pointer)
+            or (x.steps != steps and stepped_since(tensor, x.steps))
+        )
+        if changed and not (call.state is not None and call.state.done):
+            raise StaleValueError(
+                f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} changed after "
+                f"{call.info.name} was recorded with it, so its value at record time can "
+                "no longer be computed. Read the value before the change, or keep it alive "
+                "during backward(): values of up to 64 bytes a sample that are still held "
+                "are computed along."
+            )
     for item in bound.tensors:
         source = item.call if isinstance(item, Node) else None
         if isinstance(source, Source) and item.attached is None:

@@ -21,6 +21,12 @@ __all__ = ["PENDING", "Pending"]
 
 
 Check = tuple[Node, str]
+# Calls for which a validation is held whatever becomes of them, and validations kept.
+_HELD, _MOST = 8, 64
+
+
+class Carried(list[Check]):
+    """Validations that calls carry to their run; calls recorded in a row share one object."""
 
 
 class _Local(threading.local):
@@ -28,7 +34,10 @@ class _Local(threading.local):
         self.live: list[weakref.ref[LazyTensor]] = []
         self.limit = 256
         self.checks: list[tuple[weakref.ref[Node], str]] = []
-        self.fresh: list[tuple[Check, int]] = []
+        # Held for the next few calls, and what calls carry while they live.
+        self.fresh: list[Check] = []
+        self.left = 0
+        self.carried: weakref.ref[Carried] | None = None
 
 
 class Pending:
@@ -184,23 +193,32 @@ class Pending:
     def defer_check(self, tensor: LazyTensor, message: str) -> None:
         """Remember a validation; the calls recorded from here on carry it to their run."""
         local = self._local
-        local.fresh.append(((tensor._node, message), 8))
+        local.fresh.append((tensor._node, message))
+        local.left = _HELD
+        local.checks = [ref for ref in local.checks[-_MOST:] if ref[0]() is not None]
         local.checks.append((weakref.ref(tensor._node), message))
+        local.carried = None
 
-    def checks(self) -> tuple[Check, ...]:
+    def checks(self) -> Sequence[Check]:
         """The validations that a new call must carry.
 
         The calls recorded next hold them, and then only values of the program do. A call may
         turn out to return its input and be dropped, so a few hold them at first.
         """
         local = self._local
-        if not local.fresh and not local.checks:
+        if not local.checks:
             return ()
-        local.checks = [ref for ref in local.checks[-64:] if ref[0]() is not None]
-        carried = {id(node): (node, message) for ref, message in local.checks
-                   if (node := ref()) is not None and node.value is None}  # fmt: skip
-        local.fresh = [(check, left - 1) for check, left in local.fresh if left > 1]
-        return tuple(carried.values())
+        if local.left:
+            local.left -= 1
+            if not local.left:
+                local.fresh = []
+        carried = local.carried() if local.carried is not None else None
+        if carried is None:
+            local.checks = [ref for ref in local.checks if ref[0]() is not None]
+            carried = Carried((node, message) for ref, message in local.checks
+                              if (node := ref()) is not None and node.value is None)  # fmt: skip
+            local.carried = weakref.ref(carried)
+        return carried
 
     def eager(self, name: str) -> None:
         session.note_eager(name)

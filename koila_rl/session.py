@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from koila_rl.engine.binding import bind
+from koila_rl.engine.binding import bind, calls_behind
 from koila_rl.engine.delivery import aliases_of, deliver, spent
 from koila_rl.engine.gradients import Execution, RowSource, real_inputs
 from koila_rl.engine.program import Bound
+from koila_rl.engine.recognition import recognise, recognise_calls, remember_calls
 from koila_rl.engine.replay import Effects, Randomness
 from koila_rl.errors import (
     ConfigurationError,
@@ -37,6 +38,7 @@ from koila_rl.memory.budget import active_device, format_bytes
 from koila_rl.memory.choose import choose
 from koila_rl.memory.plan import Plan, Unsplit
 from koila_rl.recording import deferred
+from koila_rl.recording.repeats import restart
 from koila_rl.recording.values import Call, Node, moment
 from koila_rl.recovery import run_smaller
 
@@ -163,17 +165,52 @@ def _note(plan: Plan, bound: Bound) -> None:
         _warn(key, "; ".join(str(detail) for detail in plan.unsplit_details))
 
 
+Gathered = tuple[Bound, Plan, list[Check]]
+
+
+@contextmanager
 def _gather(
-    roots: list[Node], pending: Live, target: Node | None, purpose: str
-) -> tuple[Bound, Plan, list[Check]]:
-    """Roots with their companions and validations as one program, and its plan."""
-    checks = checks_of(roots, pending.checks)
-    along = companions(roots, pending.nodes)
+    roots: list[Node], pending: Live, target: Node | None, purpose: str, differentiated: bool
+) -> Iterator[tuple[Bound, Plan, list[Check], bool]]:
+    """Roots with their companions and validations as one program, and its plan.
+
+    Also whether values that are known stand for calls inside the block.
+    """
+    bound, calls = None, recognise_calls(roots)
+    if calls is not None:
+        # None of their values is known.
+        wanted, checks, along = _wanted(roots, calls, pending)
+        bound = recognise(wanted, target)
+    if bound is not None:
+        yield *_planned(bound, roots, along, checks, target, purpose), False
+        return
+    found = [*roots, *pending.nodes]
+    with known_values(found, found if differentiated else ()) as some_known:
+        behind = calls_behind(roots)
+        wanted, checks, along = _wanted(roots, behind, pending)
+        bound = bind(wanted, target)
+        if calls is None and bound.program.recognised and not some_known:
+            remember_calls(roots, behind)
+        yield *_planned(bound, roots, along, checks, target, purpose), some_known
+
+
+def _wanted(
+    roots: list[Node], calls: Sequence[Call], pending: Live
+) -> tuple[list[Node], list[Check], list[Node]]:
+    """Roots with small companions and validations; the validations; all companions."""
+    checks = checks_of(roots, calls, pending.checks)
+    along = companions(roots, calls, pending.nodes)
     small = [node for node in along if is_small(node)]
-    bound = bind(with_checks([*roots, *small], checks), target)
+    return with_checks([*roots, *small], checks), checks, along
+
+
+def _planned(
+    bound: Bound, roots: list[Node], along: list[Node], checks: list[Check],
+    target: Node | None, purpose: str,
+) -> Gathered:  # fmt: skip
     check_fresh(bound)
     plan = choose(bound, purpose)
-    if not plan.split and len(small) < len(along):
+    if not plan.split and not all(map(is_small, along)):
         # Whole, everything that is held would be computed in eager too.
         bound = bind(with_checks([*roots, *along], checks), target)
     return bound, plan, checks
@@ -181,8 +218,7 @@ def _gather(
 
 def run_values(node: Node, live: Live) -> None:
     """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
-    with known_values([node, *live.nodes], ()) as some_known:
-        bound, plan, checks = _gather([node], live, None, "value")
+    with _gather([node], live, None, "value", False) as (bound, plan, checks, some_known):
 
         def attempt(size: int) -> tuple[list[Tensor], bool]:
             with _checks_first(checks), neutral():
@@ -200,20 +236,20 @@ def run_graph(
     nodes: Sequence[Node], live: Live, whole: bool = False, cuts: Sequence[Any] = ()
 ) -> None:
     """Compute values with graphs that reach the tensors they were made from."""
-    bound, plan, checks = _gather(list(nodes), live, None, "graph")
-    if plan.split and (whole or cuts):
-        plan = _whole_for_double_backward(bound, plan)
+    with _gather(list(nodes), live, None, "graph", True) as (bound, plan, checks, _):
+        if plan.split and (whole or cuts):
+            plan = _whole_for_double_backward(bound, plan)
 
-    def attempt(size: int) -> tuple[list[Tensor], bool]:
-        with _checks_first(checks), neutral(), torch.enable_grad():
-            if size >= bound.program.n:
-                return run_whole(bound), True
-            return Execution(bound, size, strict=False).run(grad=True), False
+        def attempt(size: int) -> tuple[list[Tensor], bool]:
+            with _checks_first(checks), neutral(), torch.enable_grad():
+                if size >= bound.program.n:
+                    return run_whole(bound), True
+                return Execution(bound, size, strict=False).run(grad=True), False
 
-    results, every = _run(bound, plan, attempt)
-    wanted = {id(node) for node in nodes}
-    for root, result in zip(bound.roots, results, strict=True):
-        _settle(root, result, attached=every or id(root) in wanted)
+        results, every = _run(bound, plan, attempt)
+        wanted = {id(node) for node in nodes}
+        for root, result in zip(bound.roots, results, strict=True):
+            _settle(root, result, attached=every or id(root) in wanted)
     _verify_checks(checks)
 
 
@@ -230,17 +266,17 @@ def run_backward(
     seed = gradient
     if seed is None:
         seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
-    found = [node, *live.nodes]
-    with known_values(found, found):
-        _run_backward(node, seed, create_graph, keep, live)
+    with _gather([node], live, node, "backward", True) as (bound, plan, checks, _):
+        if plan.split and create_graph:
+            plan = _whole_for_double_backward(bound, plan)
+        _run_backward(bound, plan, checks, seed, create_graph, keep or bound.program.outer)
     return seed
 
 
-def _run_backward(node: Node, seed: Tensor, create_graph: bool, keep: bool, live: Live) -> None:
-    bound, plan, checks = _gather([node], live, node, "backward")
-    if plan.split and create_graph:
-        plan = _whole_for_double_backward(bound, plan)
-    keep = keep or any(getattr(call.info.func, "outer", False) for call in bound.calls)
+def _run_backward(
+    bound: Bound, plan: Plan, checks: list[Check], seed: Tensor, create_graph: bool, keep: bool
+) -> None:
+    node = bound.roots[0]
 
     def attempt(size: int) -> list[Outcome]:
         with _checks_first(checks), neutral(), torch.enable_grad():
@@ -302,6 +338,7 @@ def _run(bound: Bound, plan: Plan, attempt: Callable[[int], T]) -> T:
     """Run at the planned size, or smaller where the device runs out of memory all the same."""
     size = plan.microbatch_size if plan.split else max(bound.program.n, 1)
     result, used, failures = run_smaller(bound, size, attempt)
+    restart()
     if deferred.any_pending():
         deferred.prune()
     if failures:

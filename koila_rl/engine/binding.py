@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from koila_rl.engine import recognition
 from koila_rl.engine.build import build
 from koila_rl.engine.program import Bound, Program
 from koila_rl.recording.layouts import Layout
@@ -28,10 +29,15 @@ def calls_behind(roots: Iterable[Node]) -> list[Call]:
 
 _PROGRAMS: dict[Any, Program] = {}
 _LIMIT = 4096
+# Of code that recognises a program, which needs one without settled values.
+_TRIALS = 8
 
 
 def bind(roots: Sequence[Node], target: Node | None = None) -> Bound:
     """The program behind ``roots``; with ``target``, the root that a backward starts from."""
+    known = recognition.recognise(roots, target)
+    if known is not None:
+        return known
     calls = calls_behind(roots)
     numbers: dict[Any, int] = {}
     tensors: list[Any] = []
@@ -76,9 +82,21 @@ def bind(roots: Sequence[Node], target: Node | None = None) -> Bound:
         program.root_metas = [(x.meta.shape, x.meta.dtype, x.meta.device) for x in roots]
         if len(_PROGRAMS) >= _LIMIT:
             _PROGRAMS.clear()
+            recognition.forget()
         _PROGRAMS[signature] = program
     consts = [const for call in calls for const in call.consts]
-    return Bound(program, [x for _, x in tensors], calls, consts, list(roots))
+    captured = [
+        (x, call)
+        for call in calls
+        if not getattr(call.info.func, "unchecked", False)
+        for x in call.inputs
+        if isinstance(x, Captured)
+    ]
+    bound = Bound(program, [x for _, x in tensors], calls, consts, list(roots), captured)
+    program.met += 1
+    if 1 < program.met < _TRIALS and not program.recognised:
+        program.recognised = recognition.remember(bound, target)
+    return bound
 
 
 def _wants_grad(node: Node) -> bool:

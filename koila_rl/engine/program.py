@@ -6,13 +6,14 @@ recording.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 from koila_rl.engine.cuts import ProgramStep, Schedule
 from koila_rl.engine.replay import Body
 from koila_rl.recording.layouts import Layout
-from koila_rl.recording.values import Call, Node
+from koila_rl.recording.values import Call, Captured, Node
 
 __all__ = ["Bound", "Input", "Program", "Stage", "Tail"]
 
@@ -55,7 +56,7 @@ class Tail:
     body: Body
 
 
-@dataclass(slots=True)
+@dataclass
 class Program:
     """A recorded program up to some root values, independent of the tensors it ran on."""
 
@@ -76,9 +77,17 @@ class Program:
     tail: Tail | None = None
     fused_metas: dict[int, Any] = field(default_factory=dict)
     drops: list[list[int]] = field(default_factory=list)
+    # How often it has been bound the general way, and whether code recognises it by now.
+    met: int = 0
+    recognised: bool = False
     # Shape, type and device of each root.
     root_metas: list[Any] = field(default_factory=list)
     unsplit: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def outer(self) -> bool:
+        """Whether a call must be part of the backward that reaches the parameters."""
+        return any(getattr(info.func, "outer", False) for info in self.calls)
 
     @property
     def sizes(self) -> list[int]:
@@ -95,3 +104,5 @@ class Bound:
     calls: list[Call]
     consts: list[Any]
     roots: list[Node]
+    # Tensors from outside, each with the call that took it: what must not have changed since.
+    captured: list[tuple[Captured, Call]]

@@ -2,8 +2,8 @@
 
 A training loop records the same calls again and again. The second time a call form is met, a
 function is generated that compares a call with it and, if they are alike, makes the recorded
-call; no key is built. Each form remembers which one followed it last, so in a loop the first
-guess is right.
+call; no key is built. Each place in a program remembers which call followed it last, so in a loop
+the first guess is right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.tensor import LazyTensor
 from koila_rl.recording.values import Call, Captured, Meta, Node, seeded_since
 
-__all__ = ["forget", "remember", "repeat", "search"]
+__all__ = ["forget", "remember", "repeat", "restart", "search"]
 
 # Returns what the call returns, or None where it is not alike.
 Matcher = Callable[[tuple[Any, ...], dict[str, Any] | None], Any]
@@ -40,46 +40,62 @@ _grad: Any = torch.is_grad_enabled
 _default: Any = torch.get_default_dtype
 # Forms of one function: more than any network has layers of different shapes.
 _LIMIT = 64
+_PLACES = 100_000
 
 
 class _Form:
-    """A call form that has been met, and the one that followed it last."""
+    """A call form that has been met before."""
 
-    __slots__ = ("default", "func", "grad", "match", "next")
+    __slots__ = ("default", "func", "grad", "match")
 
     def __init__(self, func: Any, match: Matcher) -> None:
         self.func = func
         self.match = match
         self.grad = _grad()
         self.default = _default()
-        self.next: _Form = self
 
 
-_START = _Form(None, lambda args, kwargs: None)
+class _Place:
+    """A place in a program that has been recorded before: known calls may follow it.
+
+    Places form a tree from the first call after a run. ``next`` is the one that followed last.
+    """
+
+    __slots__ = ("following", "form", "next")
+
+    def __init__(self, form: _Form) -> None:
+        self.form = form
+        self.following: dict[_Form, _Place] = {}
+        self.next: _Place = self
+
+
+_NOTHING = _Form(None, lambda args, kwargs: None)
 _forms: dict[Any, list[_Form]] = {}
 
 
 class _Local(threading.local):
-    last = _START
+    def __init__(self) -> None:
+        self.start = self.place = _Place(_NOTHING)
+        self.places = 0
 
 
 _local = _Local()
 
 
 def repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """The results of ``func(*args, **kwargs)`` if a call like it is known; else None."""
-    last = _local.last
-    form = last.next
+    """The results of ``func(*args, **kwargs)`` if it is the known call that follows; else None."""
+    place = _local.place.next
+    form = place.form
     if form.func is func and form.grad is _grad() and not _autocast() and not _transforms():
         result = form.match(args, kwargs)
         if result is not None and form.default is _default():
-            _local.last = form
+            _local.place = place
             return result
     return None
 
 
 def search(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """`repeat` among all known forms, where another follows than last time."""
+    """`repeat` among all known calls, where another follows than last time."""
     try:
         forms = _forms.get(func)
     except TypeError:
@@ -91,17 +107,34 @@ def search(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
         if form.grad is grad and form.default is default:
             result = form.match(args, kwargs)
             if result is not None:
-                _local.last.next = form
-                _local.last = form
+                _go_on(form)
                 return result
     return None
+
+
+def _go_on(form: _Form) -> None:
+    """Expect ``form`` at this place from now on."""
+    place = _local.place
+    following = place.following.get(form)
+    if following is None:
+        _local.places += 1
+        if _local.places > _PLACES:
+            # Programs that never repeat must not fill the memory.
+            _local.__init__()  # type: ignore[misc]
+            place = _local.place
+        following = place.following[form] = _Place(form)
+    place.next = _local.place = following
+
+
+def restart() -> None:
+    """A program ends when it runs; what is recorded next begins another."""
+    _local.place = _local.start
 
 
 def forget() -> None:
     """Forget all forms; the analyses they belong to are gone."""
     _forms.clear()
-    _START.next = _START
-    _local.last = _START
+    _local.__init__()  # type: ignore[misc]
 
 
 def remember(

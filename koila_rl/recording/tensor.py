@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ class Runtime(Protocol):
 
     def defer_check(self, tensor: LazyTensor, message: str) -> None: ...
 
-    def checks(self) -> tuple[tuple[Node, str], ...]: ...
+    def checks(self) -> Sequence[tuple[Node, str]]: ...
 
     def eager(self, name: str) -> None: ...
 

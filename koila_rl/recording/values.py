@@ -7,7 +7,7 @@ garbage collector to go away.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -219,7 +219,7 @@ class Call:
         self.where: tuple[str, int] | None = None
         self.state = CallState() if info.random or info.effect else None
         # Validations that were deferred before this call: (node of a truth value, message).
-        self.checks: tuple[tuple[Node, str], ...] = ()
+        self.checks: Sequence[tuple[Node, str]] = ()
 
 
 class Node:
