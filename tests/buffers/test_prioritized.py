@@ -125,6 +125,49 @@ def test_never_a_slot_that_is_empty_skipped_or_replaced(
             buffer.update_priorities(sample, torch.from_numpy(rng.normal(size=20)))
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    capacity=st.integers(1, 30),
+    alpha=st.sampled_from([0.0, 0.5, 1.0]),
+    beta=st.sampled_from([0.0, 0.4, 1.0]),
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    seed=st.integers(0, 1000),
+)
+def test_priorities_are_those_of_a_list(
+    capacity: int, alpha: float, beta: float, sizes: list[int], seed: int
+) -> None:
+    buffer = PrioritizedReplayBuffer(capacity, alpha=alpha, beta=beta, eps=0.25, seed=seed)
+    rng = np.random.default_rng(seed)
+    priorities: list[float] = []  # of every transition ever stored
+    largest = 1.0
+    kept = None
+    for size in (min(size, capacity) for size in sizes):
+        if size:
+            skip = rng.random(size) < 0.2
+            buffer.extend(transitions(len(priorities), size), skip=torch.from_numpy(skip))
+            priorities += [0.0 if skipped else largest for skipped in skip]
+        first = max(0, len(priorities) - capacity)
+        live = {row: p**alpha for row, p in enumerate(priorities) if row >= first and p > 0}
+        if not live:
+            continue
+        sample = buffer.sample(9, lazy=False)
+        rows = sample["index"].tolist()
+        assert sample["observation"].tolist() == rows
+        assert set(rows) <= set(live)
+        share = np.array([live[row] for row in rows]) / sum(live.values())
+        weight = (len(live) * share) ** -beta
+        np.testing.assert_allclose(sample["weight"], weight / weight.max(), rtol=1e-6)
+        # Some errors come late, when their transitions may have been replaced.
+        late, kept = kept, sample if kept is None else None
+        chosen = sample if late is None else late
+        errors = rng.normal(size=9)
+        buffer.update_priorities(chosen, torch.from_numpy(errors))
+        for row, error in zip(chosen["index"].tolist(), errors, strict=True):
+            if row >= first:
+                priorities[row] = abs(error) + 0.25
+                largest = max(largest, priorities[row])
+
+
 def test_mistakes_change_nothing(tmp_path: Path) -> None:
     buffer = PrioritizedReplayBuffer(4, seed=0)
     with pytest.raises(StorageError, match="no transitions"):

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from stable_baselines3 import DQN, PPO
+from stable_baselines3 import DQN, PPO, HerReplayBuffer
 from stable_baselines3.common import buffers as sb3
+from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.vec_env import DummyVecEnv
 from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import (
@@ -268,3 +270,31 @@ def test_sb3_learns_the_same_split(algorithm: str) -> None:
     plan = koila_rl.last_plan()
     assert plan is not None
     assert plan.batch_size == 16
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_sb3_hindsight_replay(n_envs: int) -> None:
+    """Goals are relabelled as Stable-Baselines3 does, also after the ring has gone round."""
+
+    def learned(split: bool) -> tuple[Tensor, Any]:
+        env = DummyVecEnv([lambda: BitFlippingEnv(n_bits=4, continuous=False)] * n_envs)
+        model = DQN(
+            "MultiInputPolicy", env, replay_buffer_class=HerReplayBuffer, buffer_size=60,
+            learning_starts=40, train_freq=8, batch_size=16, seed=1, device="cpu",
+        )  # fmt: skip
+        if split:
+            model.replay_buffer = koila_rl.wrap(model.replay_buffer)
+        with koila_rl.limits(microbatch=5 if split else None):
+            model.learn(120)
+        parameters = torch.cat([p.detach().flatten() for p in model.policy.parameters()])
+        return parameters, model.replay_buffer
+
+    (ours, wrapped), (theirs, _) = learned(split=True), learned(split=False)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert isinstance(wrapped, HerReplayBuffer)
+    np.random.seed(3)  # noqa: NPY002
+    lazy = wrapped.sample(9)
+    np.random.seed(3)  # noqa: NPY002
+    plain = object.__new__(HerReplayBuffer)
+    plain.__dict__ = wrapped.__dict__
+    assert_same(lazy, plain.sample(9))
