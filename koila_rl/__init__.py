@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from koila_rl.errors import (
     BatchSizeError,
     ConfigurationError,
+    EnvironmentFailedError,
     InsufficientMemoryError,
     KoilaError,
     MissingDependencyError,
@@ -24,7 +25,7 @@ from koila_rl.verification import Verification, verify
 from koila_rl.wrapping import lazy, materialize
 
 if TYPE_CHECKING:
-    from koila_rl import agents
+    from koila_rl import agents, integrations
     from koila_rl.buffers import PrioritizedReplayBuffer, ReplayBuffer, RolloutBuffer, wrap
     from koila_rl.evaluation import Evaluation, evaluate
     from koila_rl.memory.simulated import SimulatedDevice
@@ -47,6 +48,7 @@ _LATER = {
 __all__ = [
     "BatchSizeError",
     "ConfigurationError",
+    "EnvironmentFailedError",
     "Evaluation",
     "InsufficientMemoryError",
     "KoilaError",
@@ -65,6 +67,7 @@ __all__ = [
     "Verification",
     "agents",
     "evaluate",
+    "integrations",
     "last_plan",
     "lazy",
     "limits",
@@ -79,8 +82,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "agents":
-        return importlib.import_module("koila_rl.agents")
+    if name in ("agents", "integrations"):
+        return importlib.import_module(f"koila_rl.{name}")
     module = _LATER.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

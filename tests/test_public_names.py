@@ -36,6 +36,7 @@ CLASSES = {
 ERRORS = {
     "BatchSizeError",
     "ConfigurationError",
+    "EnvironmentFailedError",
     "InsufficientMemoryError",
     "KoilaError",
     "MissingDependencyError",
@@ -46,7 +47,7 @@ ERRORS = {
 
 
 def test_names_are_these() -> None:
-    expected = FUNCTIONS | CLASSES | ERRORS | {"UnsplitWarning", "agents"}
+    expected = FUNCTIONS | CLASSES | ERRORS | {"UnsplitWarning", "agents", "integrations"}
     assert set(koila_rl.__all__) == expected
     assert sorted(koila_rl.__all__) == koila_rl.__all__
 

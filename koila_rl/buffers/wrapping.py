@@ -29,7 +29,7 @@ def wrap(buffer: Any) -> Any:
         return buffer
     bases = {base.__module__.partition(".")[0] for base in type(buffer).__mro__}
     if "stable_baselines3" in bases:
-        from koila_rl.integrations.sb3 import wrap_sb3
+        from koila_rl.integrations.sb3_buffers import wrap_sb3
 
         return wrap_sb3(buffer)
     if "torchrl" in bases:
