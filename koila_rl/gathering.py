@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from koila_rl.engine.binding import calls_behind
 from koila_rl.engine.gradients import RowSource
 from koila_rl.engine.program import Bound
 from koila_rl.errors import StaleValueError
 from koila_rl.recording.clock import optimizer_steps, stepped_since
-from koila_rl.recording.values import Call, Captured, Node, Source
+from koila_rl.recording.values import Call, Node, Source
 
 __all__ = [
     "Check",
@@ -51,31 +51,36 @@ def source_tensor(node: Node) -> Tensor:
 
 
 def checks_of(
-    roots: Sequence[Node], calls: Sequence[Call], open_checks: Sequence[Check]
+    calls: Sequence[Call], sources: Sequence[Node], open_checks: Sequence[Check]
 ) -> list[Check]:
     """The validations that belong to the program of ``calls`` and have not been made."""
     carried = {id(call.checks): call.checks for call in calls if call.checks}
     candidates = [*open_checks, *(check for checks in carried.values() for check in checks)]
     if not candidates:
         return []
-    known = _origins(roots, calls)
+    known = {id(call) for call in calls}
+    known.update([id(x.call) for x in sources])
     found: dict[int, Check] = {}
     for check in candidates:
         node = check[0]
-        if node.value is None and id(node) not in found:
+        if node.value is None and id(node) not in found and _leads_to(node, known):
             found[id(node)] = check
-            if known.isdisjoint(_origins([node], calls_behind([node]))):
-                del found[id(node)]
     return list(found.values())
 
 
-def _origins(roots: Sequence[Node], calls: Sequence[Call]) -> set[int]:
-    """Identities of the calls and wrapped minibatches behind some values."""
-    found = {id(root.call) for root in roots}
-    for call in calls:
-        found.add(id(call))
-        found.update([id(x.call) for x in call.inputs if type(x) is Node])
-    return found
+def _leads_to(node: Node, known: set[int]) -> bool:
+    """Whether a value depends on one of the known calls or wrapped minibatches."""
+    seen: set[int] = set()
+    stack: list[Any] = [node.call]
+    while stack:
+        call = stack.pop()
+        if id(call) in known:
+            return True
+        if id(call) in seen or isinstance(call, Source):
+            continue
+        seen.add(id(call))
+        stack += [x.call for x in call.inputs if type(x) is Node and x.attached is None]
+    return False
 
 
 def companions(roots: Sequence[Node], calls: Sequence[Call], live: Sequence[Node]) -> list[Node]:

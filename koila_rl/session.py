@@ -16,7 +16,7 @@ from koila_rl.engine.binding import bind, calls_behind
 from koila_rl.engine.delivery import aliases_of, deliver, spent
 from koila_rl.engine.gradients import Execution, RowSource, real_inputs
 from koila_rl.engine.program import Bound
-from koila_rl.engine.recognition import recognise, recognise_calls, remember_calls
+from koila_rl.engine.recognition import recognise, recognise_calls, remember_calls, sources_of
 from koila_rl.engine.replay import Effects, Randomness
 from koila_rl.errors import (
     ConfigurationError,
@@ -144,8 +144,12 @@ def _checks_first(checks: Sequence[Check]) -> Iterator[None]:
 def _verify_checks(checks: Sequence[Check]) -> None:
     for node, message in checks:
         assert node.value is not None
-        if not bool(node.value.all()):
+        if not _holds(node.value):
             raise ValueError(message)
+
+
+def _holds(check: Tensor) -> bool:
+    return bool(check if check.numel() == 1 else check.all())
 
 
 def _note(plan: Plan, bound: Bound) -> None:
@@ -176,10 +180,10 @@ def _gather(
 
     Also whether values that are known stand for calls inside the block.
     """
-    bound, calls = None, recognise_calls(roots)
-    if calls is not None:
+    bound, known = None, recognise_calls(roots)
+    if known is not None:
         # None of their values is known.
-        wanted, checks, along = _wanted(roots, calls, pending)
+        wanted, checks, along = _wanted(roots, *known, pending)
         bound = recognise(wanted, target)
     if bound is not None:
         yield *_planned(bound, roots, along, checks, target, purpose), False
@@ -187,18 +191,18 @@ def _gather(
     found = [*roots, *pending.nodes]
     with known_values(found, found if differentiated else ()) as some_known:
         behind = calls_behind(roots)
-        wanted, checks, along = _wanted(roots, behind, pending)
+        wanted, checks, along = _wanted(roots, behind, sources_of(behind), pending)
         bound = bind(wanted, target)
-        if calls is None and bound.program.recognised and not some_known:
+        if known is None and bound.program.recognised and not some_known:
             remember_calls(roots, behind)
         yield *_planned(bound, roots, along, checks, target, purpose), some_known
 
 
 def _wanted(
-    roots: list[Node], calls: Sequence[Call], pending: Live
+    roots: list[Node], calls: Sequence[Call], sources: Sequence[Node], pending: Live
 ) -> tuple[list[Node], list[Check], list[Node]]:
     """Roots with small companions and validations; the validations; all companions."""
-    checks = checks_of(roots, calls, pending.checks)
+    checks = checks_of(calls, sources, pending.checks)
     along = companions(roots, calls, pending.nodes)
     small = [node for node in along if is_small(node)]
     return with_checks([*roots, *small], checks), checks, along
@@ -320,7 +324,7 @@ def _outcomes(
     """Values and graphs, after the validations among them have been made."""
     messages = {id(node): message for node, message in checks}
     for root, result in zip(bound.roots, results, strict=True):
-        if id(root) in messages and not bool(result.all()):
+        if id(root) in messages and not _holds(result):
             raise ValueError(messages[id(root)])
     return [
         (x.detach(), x if graph(root) or not root.meta.requires_grad else None)

@@ -22,7 +22,7 @@ from koila_rl.recording import (  # noqa: F401
     rules_views,
 )
 from koila_rl.recording import handlers as _handlers  # noqa: F401  (registers itself)
-from koila_rl.recording.layouts import Layout
+from koila_rl.recording.layouts import batch_layout
 from koila_rl.recording.tensor import LazyTensor
 from koila_rl.recording.values import Meta, Node, Rows, Source, intern, meta_of, scaled, second_size
 
@@ -95,8 +95,8 @@ def _dimension(x: Tensor, batch: int) -> int:
 
 def _wrap(x: Tensor, dim: int) -> LazyTensor:
     n = int(x.shape[dim])
-    layout = Layout(dim) if n > 1 else None
-    node = Node(Source(x, None, meta := meta_of(x, n, layout)), 0, meta)
+    meta = meta_of(x, n, batch_layout(dim) if n > 1 else None)
+    node = Node(Source(x, None, meta), 0, meta)
     return LazyTensor(node, PENDING)
 
 
@@ -105,7 +105,7 @@ def lazy_rows(rows: Rows) -> LazyTensor:
     shape = tuple(int(size) for size in rows.shape)
     stride = tuple(torch.empty(shape, device="meta").stride())
     n = shape[rows.dim]
-    layout = Layout(rows.dim) if n > 1 else None
+    layout = batch_layout(rows.dim) if n > 1 else None
     shape2, stride2 = scaled(shape, stride, rows.dim, second_size(n)) if layout else (shape, stride)
     meta = intern(
         Meta(

@@ -13,7 +13,7 @@ from typing import Any
 from koila_rl.engine.program import Bound, Program
 from koila_rl.recording.values import Call, Captured, Node, Source
 
-__all__ = ["forget", "recognise", "recognise_calls", "remember", "remember_calls"]
+__all__ = ["forget", "recognise", "recognise_calls", "remember", "remember_calls", "sources_of"]
 
 # From the roots: the calls in program order, the inputs, the constants and all captured tensors;
 # None where it is another program.
@@ -35,10 +35,10 @@ def recognise(roots: Sequence[Node], target: Node | None) -> Bound | None:
     return Bound(program, tensors, calls, consts, list(roots), captured)
 
 
-def recognise_calls(roots: Sequence[Node]) -> list[Call] | None:
-    """The calls behind the roots, in program order, if they were remembered; else None."""
+def recognise_calls(roots: Sequence[Node]) -> tuple[list[Call], list[Node]] | None:
+    """The calls behind the roots, in program order, and their minibatches, if remembered."""
     found = _match((_key(roots, None), "calls"), roots)
-    return found[1][0] if found is not None else None
+    return found[1][:2] if found is not None else None
 
 
 def _match(key: Any, roots: Sequence[Node]) -> Any:
@@ -63,8 +63,14 @@ def remember(bound: Bound, target: Node | None) -> bool:
 
 def remember_calls(roots: Sequence[Node], calls: Sequence[Call]) -> bool:
     """Recognise these calls from now on, unless settled values belong to them."""
-    matcher = _Writer(roots, calls, ()).matcher()
+    matcher = _Writer(roots, calls, sources_of(calls)).matcher()
     return matcher is not None and _keep((_key(roots, None), "calls"), None, matcher)
+
+
+def sources_of(calls: Sequence[Call]) -> list[Node]:
+    """A value of each wrapped minibatch behind some calls."""
+    inputs = (x for call in calls for x in call.inputs if type(x) is Node)
+    return list({(id(x.call), x.index): x for x in inputs if type(x.call) is Source}.values())
 
 
 def _keep(key: Any, program: Program | None, matcher: Matcher) -> bool:

@@ -57,6 +57,16 @@ class CallInfo:
         return type(self.out) is Ref and self.same == [None] and self.aliases == [None]
 
     @functools.cached_property
+    def view(self) -> bool:
+        """Whether the call returns one tensor, a view of an input."""
+        return type(self.out) is Ref and self.same == [None] and self.aliases != [None]
+
+    @functools.cached_property
+    def stateful(self) -> bool:
+        """Whether its calls remember random numbers or effects between replays."""
+        return self.random or self.effect
+
+    @functools.cached_property
     def combines(self) -> bool:
         """Whether partial results of microbatches are combined by more than adding them up."""
         return any(step.reduction is not None and step.reduction.combine is not None

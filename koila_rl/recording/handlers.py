@@ -70,11 +70,12 @@ for _function in (torch.is_floating_point, torch.is_complex, torch.is_signed, to
 def shape_of(tensor: LazyTensor) -> torch.Size:
     """The shape, with a `BatchInt` where the batch axis lies."""
     meta = tensor._node.meta
-    if meta.layout is None or meta.n <= 1:
-        return torch.Size(meta.shape)
-    sizes = list(meta.shape)
-    sizes[meta.layout.dim] = batch_shape(meta.n, meta.layout.factor)
-    return torch.Size(sizes)
+    if not meta.seen:
+        sizes = list(meta.shape)
+        if meta.layout is not None and meta.n > 1:
+            sizes[meta.layout.dim] = batch_shape(meta.n, meta.layout.factor)
+        meta.seen.append(torch.Size(sizes))
+    return meta.seen[0]
 
 
 @handles(_attribute("shape"))

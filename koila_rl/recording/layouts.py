@@ -11,13 +11,14 @@ into microbatches may cut, so two tensors of N rows that meet are always cut ali
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["Layout", "join_into", "reshape_layout", "scaled_layout", "slice_rows"]
+__all__ = ["Layout", "batch_layout", "join_into", "reshape_layout", "scaled_layout", "slice_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,12 @@ class Layout:
 
     def at(self, dim: int) -> Layout:
         return replace(self, dim=dim)
+
+
+@functools.cache
+def batch_layout(dim: int) -> Layout:
+    """The layout of a minibatch along ``dim``."""
+    return Layout(dim)
 
 
 def reshape_layout(

@@ -26,7 +26,7 @@ from koila_rl.recording.rescale import form_of, may_rescale, rescaled
 from koila_rl.recording.template import Slots, fill, flatten, key_of, settled
 from koila_rl.recording.tensor import RECORDER, LazyTensor, untouched
 from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of, seeded_since
-from koila_rl.recording.writes import ViewStep, group_of, record_write, write_at_once
+from koila_rl.recording.writes import join_view, record_write, write_at_once
 
 __all__ = ["analyses", "record", "record_plainly", "run_eagerly"]
 
@@ -108,8 +108,7 @@ def append(info: CallInfo, tensors: list[Any], consts: list[Any]) -> Any:
         return info.out
     like = next(x for x in tensors if isinstance(x, LazyTensor))
     runtime = like._runtime
-    call = Call(info, inputs, consts, torch.is_grad_enabled())
-    call.checks = runtime.checks()
+    call = Call(info, inputs, consts, torch.is_grad_enabled(), runtime.checks())
     if info.mixes:
         call.where = _caller()
     if info.lone:
@@ -127,25 +126,10 @@ def append(info: CallInfo, tensors: list[Any], consts: list[Any]) -> Any:
         runtime.track(tensor)
         alias = info.aliases[index]
         if alias is not None and isinstance(tensors[alias], LazyTensor):
-            _join(tensors[alias], tensor, info, tensors, consts, alias, index)
+            others = [None if k == alias else x for k, x in enumerate(tensors)]
+            join_view(tensors[alias], tensor, info, others, consts, alias, index)
         outs.append(tensor)
     return fill(info.out, outs, (), 0)
-
-
-def _join(
-    base: LazyTensor,
-    view: LazyTensor,
-    info: CallInfo,
-    tensors: list[Any],
-    consts: list[Any],
-    hole: int,
-    index: int,
-) -> None:
-    """The result shares storage with an input: remember how to get there from its base."""
-    group = group_of(base)
-    others = [None if k == hole else x for k, x in enumerate(tensors)]
-    step = ViewStep(info.func, info.template, others, consts, hole, info.paths[index])
-    group.join(view, (*base._chain, step))
 
 
 def _minibatch(lazies: list[LazyTensor]) -> int:

@@ -21,8 +21,9 @@ from koila_rl.recording.clock import optimizer_steps
 from koila_rl.recording.deferred import WRITES
 from koila_rl.recording.kinds import kind_of
 from koila_rl.recording.sizes import BatchInt
-from koila_rl.recording.tensor import LazyTensor
+from koila_rl.recording.tensor import LazyTensor, new_wrapper
 from koila_rl.recording.values import Call, Captured, Meta, Node, seeded_since
+from koila_rl.recording.writes import join_view
 
 __all__ = ["forget", "remember", "repeat", "restart", "search"]
 
@@ -170,6 +171,7 @@ class _Writer:
             "meta": info.metas[0] if info.metas else None, "optimizer_steps": optimizer_steps,
             "pending": WRITES, "kind_of": kind_of, "plainly": plainly_equal,
             "seeded_since": seeded_since, "strided": torch.strided,
+            "Size": torch.Size, "BatchInt": BatchInt,
         }  # fmt: skip
         self.tensors: list[tuple[str, Tensor]] = []
         self.consts: list[str] = []
@@ -227,7 +229,7 @@ class _Writer:
             self.size(held, value)
         elif kind in (tuple, list, slice, torch.Size) and _is_plain(value):
             self.check(f"plainly({held}, {self.constant(value)})")
-        elif kind in (tuple, list):
+        elif kind in (tuple, list, torch.Size):
             self.sequence(held, value, kind)
         else:
             raise _Unlike
@@ -235,10 +237,9 @@ class _Writer:
     def size(self, held: str, value: BatchInt) -> None:
         if value.base not in (0, self.info.n):
             raise _Unlike
-        self.names["Size"] = BatchInt
         self.check(
-            f"type({held}) is Size and {held}.base == {value.base} and {held} == {int(value)} and "
-            f"{held}.code == {value.code!r}"
+            f"type({held}) is BatchInt and {held}.base == {value.base} and {held} == {int(value)}"
+            f" and {held}.code == {value.code!r}"
         )
 
     def tensor(self, held: str, value: Tensor) -> None:
@@ -287,8 +288,8 @@ class _Writer:
             raise _Unlike
         if self.info.random:
             self.lines.append("if seeded_since(): return None")
-        consts = ", ".join(self.consts)
-        if not self.info.lone:
+        consts = "".join(f"{held}, " for held in self.consts)
+        if not (self.info.lone or self.info.view):
             self.names["make"] = make
             held = ", ".join(held for held, _ in self.tensors)
             self.lines.append(f"return make(info, [{held}], [{consts}])")
@@ -299,14 +300,24 @@ class _Writer:
             f"n{held}" if isinstance(x, LazyTensor) else f"Captured({held}, steps)"
             for held, x in self.tensors
         )
+        # As `LazyTensor` makes itself, without the calls in between.
+        meta = self.info.metas[0]
+        self.names |= {"shape": meta.shape, "stride": meta.stride, "new": new_wrapper}
+        self.names |= {"dtype": meta.dtype, "device": meta.device}
         self.lines += [
-            f"call = Call(info, [{inputs}], [{consts}], {_grad()})",
             f"runtime = {lazy}._runtime",
-            "call.checks = runtime.checks()",
-            "tensor = Lazy.__new__(Lazy, Node(call, 0, meta), runtime)",
+            "tensor = new(Lazy, shape, strides=stride, dtype=dtype, device=device)",
+            f"call = Call(info, [{inputs}], ({consts}), {_grad()}, runtime.checks())",
+            "tensor._node, tensor._runtime = Node(call, 0, meta), runtime",
             "runtime.track(tensor)",
-            "return tensor",
         ]
+        alias = self.info.aliases[0]
+        if alias is not None and isinstance(self.tensors[alias][1], LazyTensor):
+            self.names["join"] = join_view
+            others = ["None" if k == alias else held for k, (held, _) in enumerate(self.tensors)]
+            self.lines.append(f"join({self.tensors[alias][0]}, tensor, info, "
+                              f"[{', '.join(others)}], ({consts}), {alias}, 0)")  # fmt: skip
+        self.lines.append("return tensor")
 
 
 # Many forms share their code and differ in what it names.

@@ -20,9 +20,9 @@ from koila_rl.recording.private import autograd_included, differentiating
 from koila_rl.recording.steps import functional
 from koila_rl.recording.values import Node
 
-__all__ = ["HANDLERS", "RECORDER", "LazyTensor", "Runtime", "untouched"]
+__all__ = ["HANDLERS", "RECORDER", "LazyTensor", "Runtime", "new_wrapper", "untouched"]
 
-_make: Any = Tensor._make_wrapper_subclass
+new_wrapper: Any = Tensor._make_wrapper_subclass
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
@@ -109,7 +109,7 @@ class LazyTensor(Tensor):
     @staticmethod
     def __new__(cls, node: Node, runtime: Runtime) -> LazyTensor:
         meta = node.meta
-        self: LazyTensor = _make(
+        self: LazyTensor = new_wrapper(
             cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device
         )
         self._node = node

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -51,6 +51,8 @@ class Meta:
     shape2: tuple[int, ...]
     stride2: tuple[int, ...]
     row_index: bool = False
+    # The shape as users see it, once it has been asked for.
+    seen: list[torch.Size] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +69,7 @@ def intern(meta: Meta) -> Meta:
     """The one object for equal descriptions, so that keys compare by identity."""
     if len(_INTERNED) > 100_000:
         _INTERNED.clear()
+        _DESCRIBED.clear()
     return _INTERNED.setdefault(meta, meta)
 
 
@@ -89,8 +92,24 @@ def scaled(shape: tuple[int, ...], stride: tuple[int, ...], dim: int, size: int)
     return new_shape, tuple(new_stride)
 
 
+# Descriptions of real tensors by what is asked of them.
+_DESCRIBED: dict[Any, Meta] = {}
+
+
 def meta_of(tensor: Tensor, n: int = 0, layout: Layout | None = None) -> Meta:
     """Describe a real tensor; with ``layout``, as a minibatch of n samples."""
+    key = (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, n, layout,
+    )  # fmt: skip
+    found = _DESCRIBED.get(key)
+    if found is None:
+        if len(_DESCRIBED) > 10_000:
+            _DESCRIBED.clear()
+        found = _DESCRIBED[key] = _describe(tensor, n, layout)
+    return found
+
+
+def _describe(tensor: Tensor, n: int, layout: Layout | None) -> Meta:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     shape2, stride2 = shape, stride
     if layout is not None:
@@ -102,14 +121,6 @@ def meta_of(tensor: Tensor, n: int = 0, layout: Layout | None = None) -> Meta:
             shape2, stride2,
         )
     )  # fmt: skip
-
-
-class Ahead(Protocol):
-    """Rows that are being fetched: waits for them when called, or lets them go."""
-
-    def __call__(self) -> Tensor: ...
-
-    def drop(self) -> None: ...
 
 
 class Rows(Protocol):
@@ -209,7 +220,12 @@ class Call:
     )  # fmt: skip
 
     def __init__(
-        self, info: CallInfo, inputs: list[Node | Captured], consts: list[Any], grad: bool
+        self,
+        info: CallInfo,
+        inputs: list[Node | Captured],
+        consts: Sequence[Any],
+        grad: bool,
+        checks: Sequence[tuple[Node, str]] = (),
     ) -> None:
         self.info = info
         self.inputs = inputs
@@ -217,9 +233,9 @@ class Call:
         self.grad = grad
         self.sequence = next(_sequence)
         self.where: tuple[str, int] | None = None
-        self.state = CallState() if info.random or info.effect else None
+        self.state = CallState() if info.stateful else None
         # Validations that were deferred before this call: (node of a truth value, message).
-        self.checks: Sequence[tuple[Node, str]] = ()
+        self.checks = checks
 
 
 class Node:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from koila_rl.recording.analysis import describe_function
+from koila_rl.recording.callinfo import CallInfo
 from koila_rl.recording.sizes import batch_shape
 from koila_rl.recording.template import Slots, fill, key_of
 from koila_rl.recording.tensor import Group, LazyTensor
 from koila_rl.recording.values import Node, Source, meta_of
 
-__all__ = ["ViewStep", "group_of", "node_of", "record_write", "write_at_once"]
+__all__ = ["ViewStep", "group_of", "join_view", "node_of", "record_write", "write_at_once"]
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class ViewStep:
     func: Any
     template: Any
     others: list[Any]
-    consts: list[Any]
+    consts: Sequence[Any]
     hole: int
     path: tuple[Any, ...]
 
@@ -164,6 +165,15 @@ def write_at_once(func: Any, template: Any, slots: Slots, holes: Sequence[int], 
             member._node = node_of(ViewOf(member._chain, None).view(base, n))
     lazy = {id(x): y for x, y in zip(real, slots.tensors, strict=True)}
     return lazy.get(id(result), result)
+
+
+def join_view(
+    base: LazyTensor, view: LazyTensor, info: CallInfo, others: list[Any], consts: Sequence[Any],
+    hole: int, index: int,
+) -> None:  # fmt: skip
+    """The result shares storage with an input: remember how to get there from its base."""
+    step = ViewStep(info.func, info.template, others, consts, hole, info.paths[index])
+    group_of(base).join(view, (*base._chain, step))
 
 
 def group_of(tensor: LazyTensor) -> Group:
