@@ -15,6 +15,7 @@ from koila_rl.pending import PENDING
 from koila_rl.recording import (  # noqa: F401
     entrypoints,
     looking,
+    noise,
     rules_explicit,
     rules_index,
     rules_linear,
