@@ -16,7 +16,7 @@ from torch import Tensor
 
 from koila_rl.engine.gradients import Execution, RowSource, microbatches
 from koila_rl.engine.program import Bound, Program
-from koila_rl.memory.recurrent import RecurrentWorkspace
+from koila_rl.memory.results import RealResults
 from koila_rl.memory.tracking import LiveCall, StorageTracker
 from koila_rl.recording.layouts import Layout
 from koila_rl.recording.trace import LOCK, fakes, quiet_fakes
@@ -156,32 +156,32 @@ DRY: Any = _Dry()
 
 def estimate(
     program: Program, forms: Sequence[InputForm], consts: list[Any], size: int, purpose: str,
-    target: int,
+    target: int, delivered: bool = False,
 ) -> Estimate:  # fmt: skip
     """The peak of a run in microbatches of ``size``; N or more is the whole minibatch.
 
     ``purpose`` is "backward" from root ``target``, or "value" or "graph" of all roots, with the
-    backward that may follow.
+    backward that may follow. ``delivered``: gradients are computed in full before any is
+    handed over, which a split always does and devices that can run out of memory need.
     """
     with LOCK, quiet_fakes(), fakes(), torch.enable_grad():
         tensors = [_fake(form) for form in forms]
         tracker = StorageTracker()
-        scratch = RecurrentWorkspace()
         tracker.register([x for x in tensors if isinstance(x, Tensor)])
-        with tracker, scratch:
+        # The tracker sees results first: it must not count the fakes that they replace.
+        with RealResults(), tracker:
+            seed = None
+            if purpose == "backward":
+                shape, dtype, device = program.root_metas[target]
+                seed = torch.ones(shape, dtype=dtype, device=device)
             if size >= program.n:
                 roots = _run_whole(program, tensors, consts)
             else:
-                roots = _run_split(program, tensors, consts, size, purpose, target)
-            wanted = [roots[target]] if purpose == "backward" else roots
-            wanted = [root for root in wanted if root.requires_grad]
+                run = _DryExecution(program, tensors, size, consts)
+                roots = run.run(grad=purpose != "value", gradient=seed)
+                del run
             leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
-            if wanted and purpose == "backward" and size < program.n:
-                # As the session does it: all gradients first, then their delivery.
-                seed = torch.ones_like(roots[target])
-                _ = torch.autograd.grad(roots[target], leaves, seed, allow_unused=True)
-            elif wanted:
-                torch.autograd.backward(wanted, [torch.ones_like(root) for root in wanted])
+            _differentiate(roots, leaves, seed, target, delivered or size < program.n)
         return Estimate(tracker.peak_bytes, tracker.peak_calls()[:8])
 
 
@@ -201,14 +201,16 @@ def _run_whole(program: Program, tensors: list[Any], consts: list[Any]) -> list[
     return list(program.whole(program.n, consts, DRY, DRY, *inputs))
 
 
-def _run_split(
-    program: Program, tensors: list[Any], consts: list[Any], size: int, purpose: str, target: int
-) -> list[Tensor]:
-    run = _DryExecution(program, tensors, size, consts)
-    if purpose == "value":
-        return run.run(grad=False)
-    seed = None
-    if purpose == "backward":
-        shape, dtype, device = program.root_metas[target]
-        seed = torch.ones(shape, dtype=dtype, device=device)
-    return run.run(grad=True, gradient=seed)
+def _differentiate(
+    roots: list[Tensor], leaves: list[Tensor], seed: Tensor | None, target: int, delivered: bool
+) -> None:
+    """The backward that follows, as the session does it."""
+    if seed is None:
+        wanted = [root for root in roots if root.requires_grad]
+        if wanted:
+            torch.autograd.backward(wanted, [torch.ones_like(root) for root in wanted])
+    elif roots[target].requires_grad and delivered:
+        # All gradients first, then their delivery.
+        _ = torch.autograd.grad(roots[target], leaves, seed, allow_unused=True)
+    elif roots[target].requires_grad:
+        torch.autograd.backward(roots[target], seed)
