@@ -26,6 +26,9 @@ __all__ = ["PrioritizedReplayBuffer"]
 class PrioritizedReplayBuffer(ReplayBuffer):
     """Draws transition i with probability ``p_i ** alpha / Σ p ** alpha``.
 
+    As the paper draws: one from each of ``batch_size`` equal shares of the sum, so that a minibatch
+    comes in the order of the ring.
+
     Minibatches carry ``index`` (which transitions they are, int64 ``[B]``) and ``weight``
     (importance weights ``(n · P(i)) ** -beta``, float32 ``[B]``, divided by the largest of the
     whole minibatch). New transitions get the largest priority seen. Arguments are those of
@@ -61,7 +64,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if sampler is not None:
             raise ConfigurationError("a prioritised buffer draws by priority; it takes no sampler")
         rows, weight = self._draw_by_priority(batch_size)
-        weights = torch.from_numpy(weight).to(self.device or "cpu")
+        weights = torch.from_numpy(weight)
+        if self.device is not None:
+            weights = weights.to(self.device)
         known = {"index": torch.from_numpy(rows), "weight": weights}
         return self._make(rows, known, lazy=lazy)
 
@@ -102,12 +107,13 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if len(self) == 0 or self._tree is None:
             raise StorageError("the buffer holds no transitions to sample")
         total = self._tree.total
-        slots = self._tree.find(self._generator.random(size) * total)
+        shares = np.arange(size) + self._generator.random(size)
+        slots = self._tree.find(shares * (total / size))
         first = self._ring.first
         rows = first + (slots - first) % self.capacity
-        probability = self._tree.weights[slots] / total
-        # Divided by the largest first: n · P cancels, and no power overflows.
-        weight = (probability.min() / probability) ** self.beta
+        drawn = self._tree.weights[slots]
+        # Divided by the largest first: n and the total cancel, and no power overflows.
+        weight = (drawn.min() / drawn) ** self.beta
         return rows, weight.astype(np.float32)
 
     def _on_stored(self, first: int, n: int, skip: Tensor | None) -> None:

@@ -1,8 +1,8 @@
 """Weights that are drawn from in proportion, in float64, for any number of slots.
 
-A tree of fan-out 16 below a wide top rather than 2: three levels hold two million slots, and
-a level costs one gather and one cumulative sum for the whole minibatch. Every sum is made anew
-from the level below when a weight changes, so nothing drifts.
+A tree of fan-out 16 below a wide top rather than 2: three levels below it hold four million
+slots, and a level costs one gather and one small product for the whole minibatch. Every sum is
+made anew from the level below when a weight changes, so nothing drifts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Floats: TypeAlias = "npt.NDArray[np.float64]"
 
 _FAN = 16
 # The top is searched as a whole, so it may be this wide.
-_TOP = 8192
+_TOP = 1024
+# A row of weights times this is 0 and its cumulative sums.
+_CUMULATE = np.triu(np.ones((_FAN, _FAN + 1)), 1)
 
 
 class SumTree:
@@ -55,25 +57,32 @@ class SumTree:
     def find(self, at: Floats) -> Index:
         """The slot in which each of ``at``, cumulated weights in [0, total), falls.
 
-        Never one of weight 0, whatever is rounded on the way.
+        Never one of weight 0, whatever is rounded on the way. Fastest where ``at`` ascends.
         """
         top = self._levels[-1]
         cumulated = np.empty(len(top) + 1)
         cumulated[0] = 0.0
         top.cumsum(out=cumulated[1:])
-        at = np.minimum(at, math.nextafter(cumulated[-1], 0.0))
-        found: Index = cumulated[1:].searchsorted(at, side="right")
-        before = cumulated[found]
+        left = np.minimum(at, math.nextafter(cumulated[-1], 0.0))
+        found: Index = cumulated[1:].searchsorted(left, side="right")
+        left -= cumulated[found]
+        first = np.arange(len(at)) * (_FAN + 1)
         for level in self._levels[-2::-1]:
-            at -= before
-            sums = level.reshape(-1, _FAN).take(found, axis=0).cumsum(axis=1)
-            # Sums of a block differ from its parent's by rounding; stay inside.
-            np.minimum(at, np.nextafter(sums[:, -1], 0.0), out=at)
-            inside = (sums > at[:, None]).argmax(axis=1)
+            # One product instead of a cumulative sum: a quarter of the time for short rows.
+            sums = level.reshape(-1, _FAN).take(found, axis=0) @ _CUMULATE
+            inside = (sums[:, 1:] > left[:, None]).argmax(axis=1)
+            left -= sums.take(first + inside)
             found = found * _FAN + inside
-            if level is not self._levels[0]:
-                before = np.where(inside > 0, sums[np.arange(len(at)), inside - 1], 0.0)
-        return found
+        return self._corrected(found, at)
+
+    def _corrected(self, slots: Index, at: Floats) -> Index:
+        """Sums of a block differ from its parent's by rounding, which may lead beside it."""
+        wrong = self._levels[0][slots] == 0.0
+        if wrong.any():
+            cumulated = self._levels[0].cumsum()
+            inside = np.minimum(at[wrong], math.nextafter(cumulated[-1], 0.0))
+            slots[wrong] = cumulated.searchsorted(inside, side="right")
+        return slots
 
 
 def _padded(values: Floats) -> Floats:
