@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from koila_rl.agents.schedules import Linear, Schedule, at
 from koila_rl.errors import ConfigurationError
 
-__all__ = ["check_ranges", "describe", "read", "restore"]
+__all__ = ["check_choice", "check_positive", "check_ranges", "describe", "read", "restore"]
 
 
 class _Dataclass(Protocol):
@@ -53,6 +53,22 @@ def check_ranges(values: Any, **bounds: tuple[float, float]) -> None:
             raise ConfigurationError(f"{name} is {value!r}, which is not a number") from error
         if not low <= number <= high:
             raise ConfigurationError(f"{name} is {number:g} but must be from {low:g} to {high:g}")
+
+
+def check_positive(values: Any, *names: str) -> None:
+    """Check that each named field is a number, or a schedule starting, above 0."""
+    check_ranges(values, **{name: (0.0, float("inf")) for name in names})
+    for name in names:
+        value: Schedule | None = getattr(values, name)
+        if value is not None and at(value, 1.0) == 0.0:
+            raise ConfigurationError(f"{name} is 0 but must be above 0")
+
+
+def check_choice(values: Any, name: str, known: Collection[str]) -> None:
+    """Check that the named field is one of ``known``."""
+    value = getattr(values, name)
+    if value not in known:
+        raise ConfigurationError(f"{name} is {value!r} but must be {' or '.join(known)}")
 
 
 def describe(values: Any) -> dict[str, Any]:

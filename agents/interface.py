@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
 
 from koila_rl.envs import Episode
 from koila_rl.errors import ConfigurationError
-from koila_rl.spaces import ActionSpace, ObservationSpace
+from koila_rl.spaces import ActionSpace, ObservationSpace, each, parts
 
-__all__ = ["Agent", "Interface", "Progress", "sample"]
+__all__ = ["Agent", "Interface", "Progress"]
 
 
 class Agent(Protocol):
@@ -52,39 +51,63 @@ class Interface:
     observation_space: ObservationSpace
     action_space: ActionSpace
     device: torch.device
+    squash: bool = False
+    """Whether Box actions go through tanh and are scaled to the bounds, instead of clipped."""
 
-    def tensor(self, observation: NDArray[Any]) -> Tensor:
+    def tensor(self, observation: Any) -> Any:
         """A copy on the device: some vector environments reuse the array they return."""
-        return torch.tensor(observation, device=self.device)
+        return each(lambda array: torch.tensor(array, device=self.device), observation)
 
-    def batch(self, observation: Any) -> tuple[Tensor, bool]:
-        """One observation or several as a tensor ``[N, …]``, and whether it was one.
+    def batch(self, observation: Any) -> tuple[Any, bool]:
+        """One observation or several as arrays ``[N, …]``, and whether it was one.
 
         Raises:
-            ConfigurationError: The shape is not that of the space.
+            ConfigurationError: The shape or the structure is not that of the space.
         """
-        array = np.asarray(observation)
-        shape: tuple[int, ...] = self.observation_space.shape or ()
-        if array.shape == shape:
-            return self.tensor(array[None]), True
-        if array.shape[1:] != shape or array.ndim == 0:
-            stacked = ", ".join(str(size) for size in ("n", *shape))
+        try:
+            batched, singles = _batch(self.observation_space, observation)
+        except (KeyError, TypeError) as error:
             raise ConfigurationError(
-                f"observation has shape {array.shape}; this agent takes {shape} or ({stacked})"
+                f"the observation is {type(observation).__name__} of another structure than the "
+                f"space that this agent learned on, {self.observation_space}"
+            ) from error
+        if len(singles) != 1:
+            raise ConfigurationError(
+                "some parts of the observation are stacked and some are single ones"
             )
-        return self.tensor(array), False
+        return batched, singles.pop()
 
     def to_environment(self, action: Tensor) -> NDArray[Any]:
-        """Actions as the environment counts or bounds them."""
-        array = action.cpu().numpy()
-        if isinstance(self.action_space, gym.spaces.Discrete):
-            return np.asarray(array + self.action_space.start)
-        clipped = np.clip(array, self.action_space.low, self.action_space.high)
-        return np.asarray(clipped, dtype=self.action_space.dtype)
+        """Actions ``[N, …]`` as the environment counts, shapes and bounds them."""
+        array, space = action.cpu().numpy(), self.action_space
+        if isinstance(space, gym.spaces.Discrete):
+            return np.asarray(array + space.start, dtype=space.dtype)
+        array = array.reshape(len(array), *space.shape)
+        if isinstance(space, gym.spaces.MultiDiscrete):
+            return np.asarray(array + space.start, dtype=space.dtype)
+        if isinstance(space, gym.spaces.Box):
+            if self.squash:
+                array = space.low + (np.tanh(array) + 1.0) / 2.0 * (space.high - space.low)
+            array = np.clip(array, space.low, space.high)
+        return np.asarray(array, dtype=space.dtype)
 
 
-def sample(distribution: Distribution, generator: torch.Generator) -> Tensor:
-    """As ``distribution.sample()``, from the agent's own random state."""
-    if isinstance(distribution, Categorical):
-        return torch.multinomial(distribution.probs, 1, generator=generator).squeeze(-1)
-    return torch.normal(distribution.mean, distribution.stddev, generator=generator)
+def _batch(space: gym.Space[Any], observation: Any) -> tuple[Any, set[bool]]:
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        if isinstance(observation, tuple):
+            observation = {str(i): part for i, part in enumerate(observation)}
+        batched, singles = {}, set[bool]()
+        for name, part in parts(space).items():
+            batched[name], single = _batch(part, observation[name])
+            singles |= single
+        return batched, singles
+    array = np.asarray(observation)
+    shape: tuple[int, ...] = space.shape or ()
+    if array.shape == shape:
+        return array[None], {True}
+    if array.shape[1:] != shape or array.ndim == 0:
+        stacked = ", ".join(str(size) for size in ("n", *shape))
+        raise ConfigurationError(
+            f"observation has shape {array.shape}; this agent takes {shape} or ({stacked})"
+        )
+    return array, {False}

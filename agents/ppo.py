@@ -7,150 +7,50 @@ microbatches as the memory limits ask for, and nothing here needs to know how ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 import koila_rl
-from koila_rl.agents import hyperparameters
-from koila_rl.agents.devices import choose_device
-from koila_rl.agents.interface import Interface, Progress, sample
-from koila_rl.agents.networks import ActorCritic, is_image
-from koila_rl.agents.schedules import Schedule, at
-from koila_rl.checkpoint import load_state, save_state
-from koila_rl.envs import EnvironmentLike, Episode, VectorEnvironment, make_environment
-from koila_rl.errors import ConfigurationError
+from koila_rl.agents.averages import mean, normalized
+from koila_rl.agents.base import BaseAgent
+from koila_rl.agents.distributions import Distribution
+from koila_rl.agents.interface import Progress
+from koila_rl.agents.networks import ActorCritic
+from koila_rl.agents.ppo_hyperparameters import Hyperparameters
+from koila_rl.agents.schedules import at
+from koila_rl.envs import Episode, Step, VectorEnvironment
 from koila_rl.returns import bootstrap_rows, generalized_advantage
-from koila_rl.spaces import ActionSpace, ObservationSpace, check_spaces, describe, restore
 
-__all__ = ["PPO", "Hyperparameters"]
-
-
-@dataclass(frozen=True)
-class Hyperparameters:
-    """Names and defaults of Stable-Baselines3; a schedule takes the remaining progress 1 → 0."""
-
-    learning_rate: Schedule = 3e-4
-    n_steps: int = 2048
-    batch_size: int = 64
-    n_epochs: int = 10
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    clip_range: Schedule = 0.2
-    clip_range_vf: Schedule | None = None
-    normalize_advantage: bool = True
-    ent_coef: float = 0.0
-    vf_coef: float = 0.5
-    max_grad_norm: float = 0.5
-    target_kl: float | None = None
-    net_arch: tuple[int, ...] | None = None
-    """Widths after the encoder; (64, 64) where not said, none after a CNN."""
-    share_trunk: bool | None = None
-    """Whether policy and value function share all but their heads; with a CNN where not said."""
-    log_std_init: float = 0.0
-
-    def check(self, n_envs: int) -> None:
-        """Raise :class:`ConfigurationError` where a value, or a pair of them, cannot be used."""
-        infinity = float("inf")
-        hyperparameters.check_ranges(
-            self,
-            learning_rate=(0.0, infinity),
-            n_steps=(1, infinity),
-            batch_size=(1, infinity),
-            n_epochs=(1, infinity),
-            gamma=(0.0, 1.0),
-            gae_lambda=(0.0, 1.0),
-            clip_range=(0.0, infinity),
-            clip_range_vf=(0.0, infinity),
-            max_grad_norm=(0.0, infinity),
-            target_kl=(0.0, infinity),
-        )
-        samples = self.n_steps * n_envs
-        if samples == 1:
-            raise ConfigurationError(
-                f"n_steps * n_envs is {self.n_steps} * {n_envs} = 1, and one sample has no "
-                "advantage to normalise; raise n_steps or n_envs"
-            )
-        if self.batch_size > samples:
-            raise ConfigurationError(
-                f"batch_size is {self.batch_size} but a rollout has n_steps * n_envs = "
-                f"{self.n_steps} * {n_envs} = {samples} samples; lower batch_size or raise n_steps"
-            )
+__all__ = ["PPO"]
 
 
-class PPO:
-    """An actor and a critic that learn from fresh rollouts of vector environments.
-
-    Args:
-        env: A name, an environment, a function that makes one, or a vector environment.
-        n_envs: Environments side by side.
-        env_kwargs: For the environment, where it is a name.
-        seed: Of the weights, the actions, the minibatches and the environments.
-        device: Where the network lives; ``"auto"`` keeps small perceptrons on the CPU.
-        hyperparameters: See :class:`Hyperparameters`.
-
-    Raises:
-        ConfigurationError: An argument or a hyperparameter cannot be used.
-        UnsupportedError: A space, or the environment's autoreset mode, is not supported.
-    """
+class PPO(BaseAgent):
+    """An actor and a critic that learn from fresh rollouts of vector environments."""
 
     name = "ppo"
+    hyperparameters_type = Hyperparameters
+    action_spaces = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
+    hyperparameters: Hyperparameters
+    network: ActorCritic
 
-    def __init__(
-        self,
-        env: EnvironmentLike,
-        *,
-        n_envs: int | None = None,
-        env_kwargs: dict[str, Any] | None = None,
-        seed: int = 0,
-        device: torch.device | str = "auto",
-        **hyperparameters: Any,
-    ) -> None:
-        values = _read(hyperparameters)
-        self.env: VectorEnvironment | None = make_environment(env, n_envs, env_kwargs)
-        try:
-            spaces = self.env.observation_space, self.env.action_space
-            values.check(self.env.n_envs)
-            self._build(*check_spaces(*spaces, "PPO"), values, seed, device)
-        except BaseException:
-            self.env.close()
-            raise
-
-    def _build(
-        self,
-        observation_space: ObservationSpace,
-        action_space: ActionSpace,
-        values: Hyperparameters,
-        seed: int,
-        device: torch.device | str,
-    ) -> None:
-        self.hyperparameters, self.seed, self.num_timesteps = values, seed, 0
-        image = is_image(observation_space)
-        self.device, self.device_reason = choose_device(device, convolutional=image)
-        self.interface = Interface(observation_space, action_space, self.device)
-        default_arch: tuple[int, ...] = () if image else (64, 64)
-        # The weights come from the seed alone, and the caller's random state is left as it was.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.network = ActorCritic(
-                observation_space,
-                action_space,
-                net_arch=default_arch if values.net_arch is None else values.net_arch,
-                share_trunk=image if values.share_trunk is None else values.share_trunk,
-                log_std_init=values.log_std_init,
-            ).to(self.device)
+    def _build(self, images: bool) -> None:
+        values = self.hyperparameters
+        self.network = ActorCritic(
+            self.interface.observation_space,
+            self.interface.action_space,
+            net_arch=(() if images else (64, 64)) if values.net_arch is None else values.net_arch,
+            share_trunk=images if values.share_trunk is None else values.share_trunk,
+            cnn=values.features_extractor,
+            **values.head_settings(),
+        ).to(self.device)
         self.optimizer = torch.optim.Adam(
             self.network.parameters(), lr=at(values.learning_rate, 1.0), eps=1e-5
         )
-        self.generator = torch.Generator(self.device).manual_seed(seed)
-        self._observation: NDArray[Any] | None = None
 
     def learn(
         self,
@@ -162,11 +62,12 @@ class PPO:
         ``callback`` is called after each update; learning ends early where it returns False.
         """
         env, values = self._environment(), self.hyperparameters
-        rollout = koila_rl.RolloutBuffer(
-            values.n_steps, env.n_envs, seed=self.seed, device=self.device
-        )
+        # Where learning goes on from a checkpoint, minibatches are shuffled in another order.
+        seed = self.seed + self.num_timesteps
+        rollout = koila_rl.RolloutBuffer(values.n_steps, env.n_envs, seed=seed, device=self.device)
         while self.num_timesteps < total_timesteps:
             episodes = self.collect_rollout(env, rollout)
+            self.evaluate_rollout(rollout)
             self.estimate_advantages(rollout)
             progress = max(0.0, 1.0 - self.num_timesteps / total_timesteps)
             metrics = self.update(rollout, progress)
@@ -182,50 +83,64 @@ class PPO:
         """Act for ``n_steps`` steps with the current policy and fill ``rollout``."""
         rollout.clear()
         episodes: list[Episode] = []
-        if self._observation is None:
-            # Another start than at the first time, where learning goes on from a checkpoint.
-            self._observation = env.reset(seed=self.seed + self.num_timesteps)
         for t in range(rollout.n_steps):
-            observation = self.interface.tensor(self._observation)
-            if self.network.shares_trunk:
-                distribution, value = self.network(observation)
-            else:
-                distribution, value = self.network.distribution(observation), None
-            action = sample(distribution, self.generator)
+            observation = self.interface.tensor(self._first_observation(env))
+            action, acted = self.decide(observation)
             step = env.step(self.interface.to_environment(action))
             next_value = torch.zeros(env.n_envs, device=self.device)
             if step.truncated.any() or t == rollout.n_steps - 1:
                 # The row that follows does not start from the state that this step led to.
-                next_value = self.network.value(self.interface.tensor(step.next_observation))
-            transition: dict[str, Any] = {
-                "observation": observation,
-                "action": action,
-                "action_log_prob": distribution.log_prob(action),
-                "reset": torch.from_numpy(step.reset),
-                "next": {
-                    "state_value": next_value,
-                    "reward": torch.from_numpy(step.reward),
-                    "terminated": torch.from_numpy(step.terminated),
-                    "truncated": torch.from_numpy(step.truncated),
-                },
-            }
-            if value is not None:
-                transition["state_value"] = value
-            rollout.add(transition)
+                next_value = self.next_value(self.interface.tensor(step.next_observation))
+            rollout.add(
+                {
+                    "observation": observation,
+                    "action": action,
+                    **acted,
+                    "reset": torch.from_numpy(step.reset),
+                    "next": {
+                        "state_value": next_value,
+                        "reward": torch.from_numpy(step.reward),
+                        "terminated": torch.from_numpy(step.terminated),
+                        "truncated": torch.from_numpy(step.truncated),
+                    },
+                }
+            )
+            self.after_step(step)
             self._observation = step.observation
             self.num_timesteps += int((~step.reset).sum())
             episodes += step.episodes
         return tuple(episodes)
 
+    def decide(self, observation: Any) -> tuple[Tensor, dict[str, Any]]:
+        """Actions ``[n_envs, …]``, and what else of the decision belongs in the rollout."""
+        return self.network.distribution(observation).sample(self.generator), {}
+
+    def next_value(self, next_observation: Any) -> Tensor:
+        """V ``[n_envs]`` of what the last decision led to."""
+        return self.network.value(next_observation)
+
+    def after_step(self, step: Step) -> None:
+        """What else must know of a step."""
+
     @torch.no_grad()
+    def evaluate_rollout(self, rollout: koila_rl.RolloutBuffer) -> None:
+        """Put ``action_log_prob`` and ``state_value`` into ``rollout``, by the acting weights.
+
+        One lazy forward over the whole rollout, a few large microbatches instead of ``n_steps``
+        small ones; as large matrices round alike, the first ratio of an update is 1 exactly.
+        """
+        data = rollout.data
+        samples = data.select("observation", "action").flatten(0, 1)
+        lazy = koila_rl.lazy(samples, device=self.device)
+        distribution, value = self.network(lazy["observation"])
+        log_prob = distribution.log_prob(lazy["action"])
+        for name, column in (("action_log_prob", log_prob), ("state_value", value)):
+            real: Tensor = koila_rl.materialize(column)
+            data[name] = real.unflatten(0, data.batch_size).to(data["reset"].device)
+
     def estimate_advantages(self, rollout: koila_rl.RolloutBuffer) -> None:
-        """Put ``state_value``, ``advantage`` and ``value_target`` into ``rollout``."""
+        """Put ``advantage`` and ``value_target`` into ``rollout`` (GAE)."""
         data, values = rollout.data, self.hyperparameters
-        if not self.network.shares_trunk:
-            # One lazy forward over the rollout: a few large microbatches, not n_steps small ones.
-            samples = koila_rl.lazy(data["observation"].flatten(0, 1), device=self.device)
-            value = koila_rl.materialize(self.network.value(samples))
-            data["state_value"] = value.unflatten(0, data.batch_size).to(data["reset"].device)
         value, reward = data["state_value"], data["next", "reward"]
         terminated, truncated = data["next", "terminated"], data["next", "truncated"]
         follows = torch.cat([value[1:], torch.zeros_like(value[:1])])
@@ -244,15 +159,12 @@ class PPO:
 
     def update(self, rollout: koila_rl.RolloutBuffer, progress: float = 1.0) -> dict[str, float]:
         """``n_epochs`` passes over ``rollout``; the metrics are defined in ``docs/ppo.md``."""
-        values, data = self.hyperparameters, rollout.data
-        learning_rate = at(values.learning_rate, progress)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        skip = data["reset"]
-        if skip.all():
+        values = self.hyperparameters
+        learning_rate = self._set_learning_rate(values.learning_rate, progress)
+        if rollout.data["reset"].all():
             return {}
         history: list[dict[str, float]] = []
-        for minibatch in rollout.minibatches(values.batch_size, values.n_epochs, skip=skip):
+        for minibatch in self.minibatches(rollout):
             loss, diagnostics = self.loss(minibatch, progress)
             # Read before the gradient: the step that would go too far is not taken.
             if values.target_kl and float(diagnostics["approx_kl"]) > 1.5 * values.target_kl:
@@ -263,36 +175,39 @@ class PPO:
             history.append({name: float(value) for name, value in diagnostics.items()})
             nn.utils.clip_grad_norm_(self.network.parameters(), values.max_grad_norm)
             self.optimizer.step()
-        keep = ~skip
-        error = (data["value_target"] - data["state_value"])[keep].var(correction=0)
-        variance = data["value_target"][keep].var(correction=0)
+        names = history[0] if history else ()
         return {
-            **{f"train/{name}": _mean(history, name) for name in (history[0] if history else ())},
-            "train/explained_variance": float(1.0 - error / variance),
+            **{f"train/{name}": sum(row[name] for row in history) / len(history) for name in names},
+            "train/explained_variance": _explained_variance(rollout.data),
             "train/learning_rate": learning_rate,
             "train/clip_range": at(values.clip_range, progress),
             "train/n_updates": float(len(history)),
         }
 
+    def minibatches(self, rollout: koila_rl.RolloutBuffer) -> Iterator[TensorDict]:
+        """Lazy minibatches of all epochs, without the rows that only reset an environment."""
+        values = self.hyperparameters
+        return rollout.minibatches(values.batch_size, values.n_epochs, skip=rollout.data["reset"])
+
     def loss(self, minibatch: TensorDict, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate, the value loss and the entropy bonus (equation 9), whole."""
         values = self.hyperparameters
         clip_range = at(values.clip_range, progress)
-        distribution, value = self.network(minibatch["observation"])
+        distribution, value, data, weight = self.forward(minibatch)
 
-        log_ratio = distribution.log_prob(minibatch["action"]) - minibatch["action_log_prob"]
+        log_ratio = distribution.log_prob(data["action"]) - data["action_log_prob"]
         ratio = log_ratio.exp()
-        advantage = minibatch["advantage"]
-        if values.normalize_advantage and minibatch.batch_size[0] > 1:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        advantage = data["advantage"]
+        if values.normalize_advantage and data["advantage"].shape[0] > 1:
+            advantage = normalized(advantage, weight)
         clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
-        policy_loss = -torch.min(advantage * ratio, advantage * clipped).mean()
+        policy_loss = -mean(torch.min(advantage * ratio, advantage * clipped), weight)
 
         if values.clip_range_vf is not None:
-            old, limit = minibatch["state_value"], at(values.clip_range_vf, progress)
+            old, limit = data["state_value"], at(values.clip_range_vf, progress)
             value = old + (value - old).clamp(-limit, limit)
-        value_loss = nn.functional.mse_loss(value, minibatch["value_target"])
-        entropy = distribution.entropy().mean()
+        value_loss = mean((value - data["value_target"]).square(), weight)
+        entropy = mean(distribution.entropy(), weight)
         loss = policy_loss + values.vf_coef * value_loss - values.ent_coef * entropy
 
         with torch.no_grad():
@@ -301,80 +216,27 @@ class PPO:
                 "value_loss": value_loss.detach(),
                 "entropy": entropy.detach(),
                 # Schulman's estimator: unbiased and never negative, http://joschu.net/blog/kl-approx.html
-                "approx_kl": ((ratio - 1.0) - log_ratio).mean(),
-                "clip_fraction": ((ratio - 1.0).abs() > clip_range).float().mean(),
+                "approx_kl": mean((ratio - 1.0) - log_ratio, weight),
+                "clip_fraction": mean(((ratio - 1.0).abs() > clip_range).float(), weight),
             }
         return loss, diagnostics
 
-    @torch.no_grad()
-    def act(self, observation: Any, deterministic: bool = False) -> NDArray[Any]:
-        """Actions for one observation or for several stacked, in the environment's own terms.
+    def forward(
+        self, minibatch: TensorDict
+    ) -> tuple[Distribution, Tensor, TensorDict, Tensor | None]:
+        """Distribution and V ``[N]`` of the minibatch's states; its columns ``[N]``; which count.
 
-        Raises:
-            ConfigurationError: The observation does not have the shape the agent learned on.
+        The last is None where all do, else ``[N]`` of zeros and ones.
         """
-        batch, single = self.interface.batch(observation)
-        distribution = self.network.distribution(batch)
-        action = distribution.mode if deterministic else sample(distribution, self.generator)
-        actions = self.interface.to_environment(action)
-        return np.asarray(actions[0]) if single else actions
+        distribution, value = self.network(minibatch["observation"])
+        return distribution, value, minibatch, None
 
-    def save(self, path: str | Path) -> None:
-        """Write everything :func:`koila_rl.load` needs into one file, atomically."""
-        save_state(
-            path,
-            {
-                "format": 1,
-                "agent": self.name,
-                "hyperparameters": hyperparameters.describe(self.hyperparameters),
-                "observation_space": describe(self.interface.observation_space),
-                "action_space": describe(self.interface.action_space),
-                "seed": self.seed,
-                "num_timesteps": self.num_timesteps,
-                "network": self.network.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "generator": self.generator.get_state(),
-                "device": self.device.type,
-            },
-        )
-
-    @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "auto") -> PPO:
-        """An agent that acts as the saved one did; it has no environment to learn on."""
-        return cls.from_state(load_state(path), device)
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device | str = "auto") -> PPO:
-        """As :meth:`load`, from what the file holds."""
-        agent = cls.__new__(cls)
-        agent.env = None
-        values = _read(hyperparameters.restore(state["hyperparameters"]))
-        spaces = restore(state["observation_space"]), restore(state["action_space"])
-        agent._build(*check_spaces(*spaces, "PPO"), values, state["seed"], device)
-        agent.restore(state)
-        return agent
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take weights, optimizer, random state and progress from a loaded checkpoint."""
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        # Devices have random states of their own kinds; an agent moved to another starts anew.
-        if self.device.type == state["device"]:
-            self.generator.set_state(state["generator"])
-        self.num_timesteps = state["num_timesteps"]
-
-    def _environment(self) -> VectorEnvironment:
-        if self.env is None:
-            raise ConfigurationError(
-                "this agent was loaded to act and has no environment; to go on learning, "
-                "use koila_rl.train(env, resume=run_dir)"
-            )
-        return self.env
+    def _choose(self, observation: Any, deterministic: bool) -> Tensor:
+        distribution = self.network.distribution(observation)
+        return distribution.mode if deterministic else distribution.sample(self.generator)
 
 
-def _read(given: dict[str, Any]) -> Hyperparameters:
-    return hyperparameters.read(Hyperparameters, given, "ppo")
-
-
-def _mean(history: list[dict[str, float]], name: str) -> float:
-    return sum(row[name] for row in history) / len(history)
+def _explained_variance(data: TensorDict) -> float:
+    keep = ~data["reset"]
+    error = (data["value_target"] - data["state_value"])[keep].var(correction=0)
+    return float(1.0 - error / data["value_target"][keep].var(correction=0))

@@ -249,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
         parser.error(f"unknown rows {unknown}; known: {', '.join(ROWS)}")
+    FOLDER.mkdir(exist_ok=True)
     began = time.perf_counter()
     done = {(run["row"], int(run["seed"])) for run in read_results() if not run["failure"]}
     for name in () if options.table else options.rows or ROWS:

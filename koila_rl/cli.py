@@ -136,7 +136,7 @@ def _evaluate(command: Evaluate) -> int:
 
 
 def _hyperparameter_defaults() -> dict[str, Any]:
-    from koila_rl.agents.ppo import Hyperparameters
+    from koila_rl.agents.ppo_hyperparameters import Hyperparameters
 
     return {field.name: field.default for field in fields(Hyperparameters)}
 

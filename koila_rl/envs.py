@@ -8,23 +8,19 @@ reads the mode from ``metadata["autoreset_mode"]`` and always returns the same t
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
-from koila_rl.errors import ConfigurationError, UnsupportedError
+from koila_rl.errors import EnvironmentFailedError, UnsupportedError
+from koila_rl.making import EnvironmentLike, make_vector
+from koila_rl.spaces import each
 
 __all__ = ["EnvironmentLike", "Episode", "Step", "VectorEnvironment", "make_environment"]
-
-EnvironmentLike: TypeAlias = (
-    "str | gym.Env[Any, Any] | Callable[[], gym.Env[Any, Any]] | VectorEnv[Any, Any, Any]"
-)
 
 
 @dataclass(frozen=True)
@@ -37,11 +33,14 @@ class Episode:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of every environment; arrays have a leading ``[n_envs]``."""
+    """One step of every environment; arrays have a leading ``[n_envs]``.
 
-    observation: NDArray[Any]
+    Observations of Dict and Tuple spaces are nested dicts of arrays.
+    """
+
+    observation: Any
     """What to act on next: the first observation of the next episode where one ended."""
-    next_observation: NDArray[Any]
+    next_observation: Any
     """What the transition led to: the final observation where an episode ended."""
     reward: NDArray[np.float32]
     terminated: NDArray[np.bool_]
@@ -76,18 +75,30 @@ class VectorEnvironment:
         self._total_reward = np.zeros(self.n_envs, dtype=np.float64)
         self._length = np.zeros(self.n_envs, dtype=np.int64)
 
-    def reset(self, seed: int | None = None) -> NDArray[Any]:
+    def reset(self, seed: int | None = None) -> Any:
         """Start a new episode everywhere; environment i is seeded ``seed + i``."""
         observation, _ = self.env.reset(seed=seed)
         self._ended[:] = False
         self._total_reward[:] = 0.0
         self._length[:] = 0
-        return np.asarray(observation)
+        return each(np.asarray, observation)
 
     def step(self, action: NDArray[Any]) -> Step:
-        """Step every environment; ``action`` is ``[n_envs, …]`` in the environment's own terms."""
-        raw, reward, terminated, truncated, info = self.env.step(action)
-        observation = np.asarray(raw)
+        """Step every environment; ``action`` is ``[n_envs, …]`` in the environment's own terms.
+
+        Raises:
+            EnvironmentFailedError: An environment raised; it is named, with its last action.
+        """
+        try:
+            raw, reward, terminated, truncated, info = self.env.step(action)
+        except EnvironmentFailedError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailedError(
+                f"{self.env} failed at the actions {action.tolist()}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        observation = each(np.asarray, raw)
         reward = np.asarray(reward, dtype=np.float32)
         terminated = np.array(terminated, dtype=np.bool_)
         truncated = np.array(truncated, dtype=np.bool_)
@@ -102,8 +113,8 @@ class VectorEnvironment:
             next_observation = _with_final(observation, ended, info)
         elif ended.any() and self.mode is AutoresetMode.DISABLED:
             restarted, _ = self.env.reset(options={"reset_mask": ended.copy()})
-            next_observation = observation.copy()
-            observation = np.asarray(restarted)
+            next_observation = each(np.copy, observation)
+            observation = each(np.asarray, restarted)
         episodes = self._count(reward, reset, ended)
         self._ended = ended
         return Step(
@@ -129,7 +140,10 @@ class VectorEnvironment:
 
 
 def make_environment(
-    env: EnvironmentLike, n_envs: int | None = None, env_kwargs: dict[str, Any] | None = None
+    env: EnvironmentLike,
+    n_envs: int | None = None,
+    env_kwargs: dict[str, Any] | None = None,
+    vectorization: str = "sync",
 ) -> VectorEnvironment:
     """A vector environment from a name, an environment, a factory or a vector environment.
 
@@ -139,76 +153,18 @@ def make_environment(
         n_envs: How many run side by side; 1 where not said. An environment object is one
             environment and a vector environment has its own number.
         env_kwargs: Passed to the environment that an id names.
+        vectorization: Of single environments: ``"sync"`` one after another in this process,
+            ``"async"`` in a process each.
 
     Raises:
         ConfigurationError: The id is unknown (near ones are named) or the arguments disagree.
         UnsupportedError: The autoreset mode of a vector environment is missing or unknown.
+        MissingDependencyError: The environment needs a package that is not installed.
     """
-    if n_envs is not None and n_envs < 1:
-        raise ConfigurationError(f"n_envs is {n_envs} but must be at least 1")
-    if env_kwargs and not isinstance(env, str):
-        raise ConfigurationError("env_kwargs apply only where env is the name of an environment")
-    if isinstance(env, str):
-        return VectorEnvironment(_make_registered(env, n_envs or 1, env_kwargs or {}))
-    if isinstance(env, VectorEnv):
-        if n_envs not in (None, env.num_envs):
-            raise ConfigurationError(
-                f"n_envs is {n_envs} but the vector environment has {env.num_envs}"
-            )
-        return VectorEnvironment(env)
-    if isinstance(env, gym.Env):
-        if n_envs not in (None, 1):
-            raise ConfigurationError(
-                f"n_envs is {n_envs} but one environment object was given; "
-                "pass a function that makes the environment"
-            )
-        single = env
-        return VectorEnvironment(_same_step([lambda: single]))
-    if callable(env):
-        return VectorEnvironment(_same_step([env] * (n_envs or 1)))
-    raise ConfigurationError(
-        f"env is {env!r}, which is neither a name, an environment, a function that makes one, "
-        "nor a vector environment"
-    )
+    return VectorEnvironment(make_vector(env, n_envs, env_kwargs, vectorization))
 
 
-def _same_step(factories: list[Callable[[], gym.Env[Any, Any]]]) -> VectorEnv[Any, Any, Any]:
-    return SyncVectorEnv(factories, autoreset_mode=AutoresetMode.SAME_STEP)
-
-
-def _make_registered(
-    name: str, n_envs: int, env_kwargs: dict[str, Any]
-) -> VectorEnv[Any, Any, Any]:
-    try:
-        spec = gym.spec(name)
-    except gym.error.Error as error:
-        raise ConfigurationError(_unknown_environment(name)) from error
-    try:
-        if spec.vector_entry_point is not None and not spec.additional_wrappers:
-            return gym.make_vec(name, n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
-        return gym.make_vec(
-            name,
-            n_envs,
-            vectorization_mode="sync",
-            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
-            **env_kwargs,
-        )
-    except (gym.error.Error, ImportError, TypeError) as error:
-        raise ConfigurationError(f"environment {name!r} cannot be made: {error}") from error
-
-
-def _unknown_environment(name: str) -> str:
-    near = difflib.get_close_matches(name, list(gym.registry), n=3, cutoff=0.5)
-    if not near:
-        lower = {known.lower(): known for known in gym.registry}
-        near = [lower[key] for key in difflib.get_close_matches(name.lower(), lower, n=3)]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"unknown environment {name!r}{hint}"
-
-
-def _with_final(
-    observation: NDArray[Any], ended: NDArray[np.bool_], info: dict[str, Any]
-) -> NDArray[Any]:
+def _with_final(observation: Any, ended: NDArray[np.bool_], info: dict[str, Any]) -> Any:
     """The observations with those of ended episodes replaced by the final ones in ``info``."""
     final = info.get("final_obs")
     if final is None:
@@ -216,7 +172,18 @@ def _with_final(
             "an episode ended under SAME_STEP autoreset but info has no 'final_obs'; "
             "without it a truncated episode cannot be bootstrapped"
         )
-    replaced: NDArray[Any] = observation.copy()
+    replaced = each(np.copy, observation)
     for i in np.flatnonzero(ended):
-        replaced[i] = final[i]
+        one = (
+            {name: part[i] for name, part in final.items()} if isinstance(final, dict) else final[i]
+        )
+        _put(replaced, i, each(np.asarray, one))
     return replaced
+
+
+def _put(arrays: Any, i: int, one: Any) -> None:
+    if isinstance(arrays, dict):
+        for name, part in arrays.items():
+            _put(part, i, one[name])
+    else:
+        arrays[i] = one

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "BatchSizeError",
     "ConfigurationError",
+    "EnvironmentFailedError",
     "InsufficientMemoryError",
     "KoilaError",
     "MissingDependencyError",
@@ -41,6 +42,10 @@ class UnsupportedError(KoilaError, NotImplementedError):
 
 class ConfigurationError(KoilaError, ValueError):
     """A setting, hyperparameter or environment that cannot be used; nothing has changed."""
+
+
+class EnvironmentFailedError(KoilaError, RuntimeError):
+    """An environment raised an error of its own; the message names it and its last action."""
 
 
 class StorageError(KoilaError, RuntimeError):

@@ -1,39 +1,60 @@
-"""Observation and action spaces: which ones agents take, and how a checkpoint writes them down."""
+"""Observation and action spaces: which ones agents take, and how a checkpoint writes them down.
+
+Observations of Dict and Tuple spaces are handled as nested dicts of arrays; the parts of a tuple
+are named "0", "1", and so on.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium import spaces
 
 from koila_rl.errors import UnsupportedError
 
-__all__ = ["ActionSpace", "ObservationSpace", "check_spaces", "describe", "restore"]
+__all__ = [
+    "ActionSpace",
+    "ObservationSpace",
+    "check_spaces",
+    "describe",
+    "each",
+    "is_image",
+    "parts",
+    "restore",
+]
 
-ObservationSpace: TypeAlias = "gym.spaces.Box | gym.spaces.Discrete"
-ActionSpace: TypeAlias = "gym.spaces.Box | gym.spaces.Discrete"
+ObservationSpace: TypeAlias = (
+    "spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Dict | "
+    "spaces.Tuple"
+)
+ActionSpace: TypeAlias = "spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary"
+
+_SIMPLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+_NESTED = (spaces.Dict, spaces.Tuple)
 
 
 def check_spaces(
-    observation_space: gym.Space[Any], action_space: gym.Space[Any], agent: str
+    observation_space: gym.Space[Any],
+    action_space: gym.Space[Any],
+    agent: str,
+    actions: tuple[type[gym.Space[Any]], ...] = _SIMPLE,
 ) -> tuple[ObservationSpace, ActionSpace]:
-    """The same two spaces, known to be among those that agents take.
+    """The same two spaces, known to be among those that agents take; ``actions`` narrows it.
 
     Raises:
         UnsupportedError: A space is of another kind, or a Box of actions is not finite or not
             of floating-point numbers.
     """
-    supported = (gym.spaces.Box, gym.spaces.Discrete)
-    if not isinstance(observation_space, supported):
-        raise UnsupportedError(
-            f"{agent} takes Box and Discrete observations, not {observation_space}; "
-            "flatten others with gymnasium.wrappers.FlattenObservation"
-        )
-    if not isinstance(action_space, supported):
-        raise UnsupportedError(f"{agent} takes Discrete and Box actions, not {action_space}")
-    if isinstance(action_space, gym.spaces.Box):
+    _check_observations(observation_space, agent)
+    if not isinstance(action_space, actions) or not isinstance(action_space, _SIMPLE):
+        names = [kind.__name__ for kind in actions]
+        listed = f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
+        raise UnsupportedError(f"{agent} takes {listed} actions, not {action_space}")
+    if isinstance(action_space, spaces.Box):
         if not np.issubdtype(action_space.dtype, np.floating):
             raise UnsupportedError(f"{agent} takes Box actions of floats, not {action_space}")
         if not action_space.is_bounded():
@@ -44,11 +65,62 @@ def check_spaces(
     return observation_space, action_space
 
 
+def _check_observations(space: gym.Space[Any], agent: str) -> None:
+    if isinstance(space, _NESTED):
+        for part in parts(space).values():
+            _check_observations(part, agent)
+    elif not isinstance(space, _SIMPLE):
+        raise UnsupportedError(
+            f"{agent} takes Box, Discrete, MultiDiscrete and MultiBinary observations, and Dict "
+            f"and Tuple of these, not {space}; flatten others with "
+            "gymnasium.wrappers.FlattenObservation"
+        )
+
+
+def is_image(space: gym.Space[Any]) -> bool:
+    """Whether observations are uint8 pictures with 1, 3 or 4 channels first or last, or stacks."""
+    return (
+        isinstance(space, spaces.Box)
+        and space.dtype == np.uint8
+        and len(space.shape) == 3
+        and bool((space.low == 0).all() and (space.high == 255).all())
+    )
+
+
+def parts(space: spaces.Dict | spaces.Tuple) -> dict[str, gym.Space[Any]]:
+    """The spaces in a Dict or Tuple, by name."""
+    if isinstance(space, spaces.Dict):
+        return dict(space.spaces)
+    return {str(i): part for i, part in enumerate(space.spaces)}
+
+
+def each(function: Callable[..., Any], *observations: Any) -> Any:
+    """``function`` of the leaves of observations of one structure; tuples become dicts."""
+    first = observations[0]
+    if isinstance(first, tuple):
+        keyed = ({str(i): part for i, part in enumerate(nest)} for nest in observations)
+        return each(function, *keyed)
+    if isinstance(first, Mapping):
+        return {key: each(function, *(nest[key] for nest in observations)) for key in first}
+    return function(*observations)
+
+
 def describe(space: gym.Space[Any]) -> dict[str, Any]:
     """Numbers and tensors from which :func:`restore` makes an equal space."""
-    if isinstance(space, gym.spaces.Discrete):
+    if isinstance(space, _NESTED):
+        described = {name: describe(part) for name, part in parts(space).items()}
+        return {"kind": type(space).__name__, "parts": described}
+    if isinstance(space, spaces.Discrete):
         return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
-    if isinstance(space, gym.spaces.Box):
+    if isinstance(space, spaces.MultiDiscrete):
+        return {
+            "kind": "MultiDiscrete",
+            "nvec": torch.from_numpy(space.nvec.copy()),
+            "start": torch.from_numpy(space.start.copy()),
+        }
+    if isinstance(space, spaces.MultiBinary):
+        return {"kind": "MultiBinary", "shape": list(space.shape)}
+    if isinstance(space, spaces.Box):
         return {
             "kind": "Box",
             "low": torch.from_numpy(space.low.copy()),
@@ -60,9 +132,18 @@ def describe(space: gym.Space[Any]) -> dict[str, Any]:
 
 def restore(description: dict[str, Any]) -> gym.Space[Any]:
     """The space that :func:`describe` was given."""
-    if description["kind"] == "Discrete":
-        return gym.spaces.Discrete(description["n"], start=description["start"])
-    if description["kind"] == "Box":
+    kind = description["kind"]
+    if kind in ("Dict", "Tuple"):
+        restored = {name: restore(part) for name, part in description["parts"].items()}
+        return spaces.Dict(restored) if kind == "Dict" else spaces.Tuple(list(restored.values()))
+    if kind == "Discrete":
+        return spaces.Discrete(description["n"], start=description["start"])
+    if kind == "MultiDiscrete":
+        nvec, start = description["nvec"].numpy(), description["start"].numpy()
+        return spaces.MultiDiscrete(nvec, start=start)
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(description["shape"])
+    if kind == "Box":
         low, high = description["low"].numpy(), description["high"].numpy()
-        return gym.spaces.Box(low, high, dtype=np.dtype(description["dtype"]).type)
-    raise UnsupportedError(f"space of kind {description['kind']!r} is not known")
+        return spaces.Box(low, high, dtype=np.dtype(description["dtype"]).type)
+    raise UnsupportedError(f"space of kind {kind!r} is not known")

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 
 import koila_rl
 from koila_rl.agents import hyperparameters as hyper
+from koila_rl.agents.base import BaseAgent
+from koila_rl.agents.dqn import DQN
 from koila_rl.agents.interface import Progress
 from koila_rl.agents.ppo import PPO
 from koila_rl.agents.presets import preset
@@ -29,7 +31,7 @@ from koila_rl.progress import Display
 
 __all__ = ["AGENTS", "TrainResult", "load", "read_config", "train"]
 
-AGENTS: dict[str, type[PPO]] = {"ppo": PPO}
+AGENTS: dict[str, type[BaseAgent]] = {"ppo": PPO, "dqn": DQN}
 
 Callback = Callable[[Progress], "bool | None"]
 
@@ -40,7 +42,7 @@ _SAVES = 20
 class TrainResult:
     """What :func:`train` came to."""
 
-    agent: PPO
+    agent: BaseAgent
     returns: tuple[float, ...]
     """Return of each episode that ended, oldest first."""
     run_dir: Path
@@ -56,6 +58,7 @@ def train(
     seed: int = 0,
     n_envs: int | None = None,
     env_kwargs: dict[str, Any] | None = None,
+    vectorization: str = "sync",
     device: torch.device | str = "auto",
     memory: int | float | str = "auto",
     run_dir: str | Path | None = None,
@@ -69,11 +72,12 @@ def train(
     Args:
         env: Name of a gymnasium environment, an environment, a function that makes one, or a
             vector environment.
-        agent: ``"ppo"``.
+        agent: ``"ppo"`` or ``"dqn"``.
         total_timesteps: Environment steps to learn from.
         seed: Of everything random.
         n_envs: Environments side by side; the preset's number where not said.
-        env_kwargs: For the environment, where it is a name.
+        env_kwargs: For the environment, where it is a name; put over the preset's.
+        vectorization: ``"sync"``, or ``"async"`` for a process an environment.
         device: ``"auto"`` keeps small networks on the CPU.
         memory: What an update may take above what is resident: bytes, ``"2GiB"``, a fraction of
             what is free, or ``"auto"`` for what is free.
@@ -85,7 +89,8 @@ def train(
             environment, where there is one (``koila_rl.agents.presets``).
 
     The folder holds ``config.json``, ``metrics.csv``, ``episodes.csv``, ``tensorboard/``,
-    ``agent.pt``, ``learning_curve.png`` and ``plan.txt``. An interrupted run leaves them too.
+    ``agent.pt``, ``learning_curve.png`` and ``plan.txt``, and ``replay/`` where the agent has one.
+    An interrupted run leaves them too.
 
     Raises:
         ConfigurationError: An argument cannot be used; nothing has been written.
@@ -99,8 +104,10 @@ def train(
     settings = preset(agent, env)
     if resume is not None and state is not None:
         settings = hyper.restore(state["hyperparameters"])
-        settings["n_envs"] = read_config(Path(resume))["n_envs"]
+        config = read_config(Path(resume))
+        settings |= {"n_envs": config["n_envs"], "env_kwargs": config["env_kwargs"]}
     environments = settings.pop("n_envs", None)
+    env_kwargs = {**settings.pop("env_kwargs", {}), **(env_kwargs or {})}
     if isinstance(env, str) or callable(env):
         n_envs = n_envs or environments
     settings.update(hyperparameters)
@@ -108,10 +115,17 @@ def train(
         if memory != "auto":
             stack.enter_context(koila_rl.limits(memory=memory))
         learner = kind(
-            env, n_envs=n_envs, env_kwargs=env_kwargs, seed=seed, device=device, **settings
+            env,
+            n_envs=n_envs,
+            env_kwargs=env_kwargs,
+            vectorization=vectorization,
+            seed=seed,
+            device=device,
+            **settings,
         )
-        if state is not None:
+        if resume is not None and state is not None:
             learner.restore(state)
+            learner.load_memory(Path(resume))
         assert learner.env is not None
         if isinstance(env, str) or callable(env):
             stack.callback(learner.env.close)
@@ -119,7 +133,7 @@ def train(
         config = {
             "env": env if isinstance(env, str) else repr(env),
             "env_is_name": isinstance(env, str),
-            "env_kwargs": env_kwargs or {},
+            "env_kwargs": env_kwargs,
             "agent": agent,
             "total_timesteps": total_timesteps,
             "seed": seed,
@@ -135,6 +149,9 @@ def train(
 
 
 def _check_numbers(total_timesteps: int, seed: int, n_envs: int | None) -> None:
+    for name, value in (("total_timesteps", total_timesteps), ("seed", seed), ("n_envs", n_envs)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigurationError(f"{name} is {value!r} but must be a whole number")
     if total_timesteps < 1:
         raise ConfigurationError(f"total_timesteps is {total_timesteps} but must be at least 1")
     if not 0 <= seed < 2**32:
@@ -154,7 +171,7 @@ def _check_folder(path: Path) -> None:
         raise ConfigurationError(f"run_dir {path} cannot be written: {existing} does not allow it")
 
 
-def load(path: str | Path, device: torch.device | str = "auto") -> PPO:
+def load(path: str | Path, device: torch.device | str = "auto") -> BaseAgent:
     """The agent of a run's folder or of a file that ``agent.save`` wrote; it acts, as it did.
 
     Nothing pickled is run.
@@ -166,11 +183,12 @@ def load(path: str | Path, device: torch.device | str = "auto") -> PPO:
     state = load_state(path / "agent.pt" if path.is_dir() else path)
     if "agent" not in state or "network" not in state:
         raise ConfigurationError(f"{path} is a checkpoint but not of an agent")
-    return _agent_named(state["agent"]).from_state(state, device)
+    agent: BaseAgent = _agent_named(state["agent"]).from_state(state, device)
+    return agent
 
 
 def _learn(
-    learner: PPO,
+    learner: BaseAgent,
     total_timesteps: int,
     run_dir: Path,
     title: str,
@@ -187,18 +205,19 @@ def _learn(
 
     def after_update(state: Progress) -> bool:
         nonlocal next_save, plan
-        plan = koila_rl.last_plan() if state.metrics else plan
+        plan = koila_rl.last_plan() if "train/n_updates" in state.metrics else plan
         display.update(state.num_timesteps, state.episodes, plan)
         metrics = dict(state.metrics)
         metrics["time/steps_per_second"] = display.steps_per_second(state.num_timesteps)
         if display.mean_return is not None:
             metrics["rollout/mean_return"] = display.mean_return
+        # Callbacks may add metrics to the row; each is called, also after one that asks to stop.
+        state = replace(state, metrics=metrics)
+        answers = [callback(state) for callback in callbacks]
         log.add(state.num_timesteps, metrics, state.episodes)
         if state.num_timesteps >= next_save:
             learner.save(run_dir / "agent.pt")
             next_save = state.num_timesteps + total_timesteps // _SAVES
-        # Every callback is called, also after one that asks to stop.
-        answers = [callback(state) for callback in callbacks]
         return False not in answers
 
     try:
@@ -206,6 +225,7 @@ def _learn(
             learner.learn(total_timesteps, after_update)
     finally:
         learner.save(run_dir / "agent.pt")
+        learner.save_memory(run_dir)
         log.close()
         if plan is not None:
             write_atomically(run_dir / "plan.txt", f"{plan}\n".encode())
@@ -215,7 +235,7 @@ def _learn(
     return TrainResult(learner, tuple(value for _, value in episodes), run_dir, plan)
 
 
-def _agent_named(name: str) -> type[PPO]:
+def _agent_named(name: str) -> type[BaseAgent]:
     if name not in AGENTS:
         near = difflib.get_close_matches(name, AGENTS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(AGENTS)}"

@@ -49,7 +49,6 @@ def test_a_fixed_microbatch_is_in_the_plan() -> None:
         ("train CartPole-v1 --agent pp", "did you mean ppo"),
         ("train CartPole-v1 --n-steps 1 --n-envs 1", "= 1"),
         ("train CartPole-v1 --batch-size 257", "batch_size is 257"),
-        ("train Blackjack-v1", "Tuple"),
         ("evaluate nowhere", "nowhere is not the folder of a run"),
         ("evaluate nowhere --gamma 1", "evaluate takes no hyperparameters"),
     ],

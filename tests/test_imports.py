@@ -20,7 +20,7 @@ LAYERS = (
     ("memory",),
     ("session", "gathering", "pending", "recovery", "verification", "wrapping"),
     ("buffers", "integrations"),
-    ("spaces", "returns", "envs", "checkpoint", "metrics", "evaluation"),
+    ("spaces", "returns", "making", "envs", "normalization", "checkpoint", "metrics", "evaluation"),
     ("agents",),
     ("progress", "training", "callbacks"),
     ("cli", "__main__"),
@@ -28,7 +28,7 @@ LAYERS = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # Public modules that agents may use beside the names of koila_rl itself.
-PUBLIC_TO_AGENTS = {"agents", "checkpoint", "envs", "errors", "returns", "spaces"}
+PUBLIC_TO_AGENTS = {"agents", "checkpoint", "envs", "errors", "normalization", "returns", "spaces"}
 
 TORCH_ALONE = {"recording", "engine", "memory"}
 

@@ -138,7 +138,6 @@ def test_callbacks_see_progress_and_end_the_run() -> None:
         ("CartPole-v1", {"total_timesteps": 0}, "total_timesteps is 0"),
         ("CartPole-v1", {"device": "abacus"}, "abacus"),
         ("CartPole-v1", {"resume": "nowhere"}, "no checkpoint"),
-        ("Blackjack-v1", {}, "Tuple"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from koila_rl.agents import hyperparameters
-from koila_rl.agents.ppo import Hyperparameters
+from koila_rl.agents.ppo_hyperparameters import Hyperparameters
 from koila_rl.agents.presets import PRESETS, preset
 from koila_rl.agents.schedules import Linear, at
 from koila_rl.errors import ConfigurationError
+from koila_rl.training import AGENTS
 
 
 def test_defaults_are_those_of_stable_baselines3() -> None:
@@ -85,8 +86,10 @@ def test_a_function_is_written_by_name_and_left_out_when_read() -> None:
 def test_presets_hold_known_names_and_are_copied() -> None:
     for agent, env in PRESETS:
         values = preset(agent, env)
-        n_envs = values.pop("n_envs")
-        hyperparameters.read(Hyperparameters, values, agent).check(n_envs)
+        n_envs = values.pop("n_envs", 1)
+        values.pop("env_kwargs", None)
+        hyperparameters.read(AGENTS[agent].hyperparameters_type, values, agent).check(n_envs)
     preset("ppo", "CartPole-v1").clear()
     assert preset("ppo", "CartPole-v1")["n_envs"] == 8
     assert preset("ppo", object()) == {}
+    assert preset("dqn", "ALE/Pong-v5")["frame_stack"] == 4

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from koila_rl.agents.networks import ActorCritic, is_image
+from koila_rl.agents.networks import ActorCritic
 from koila_rl.errors import UnsupportedError
-from koila_rl.spaces import ActionSpace, ObservationSpace
+from koila_rl.spaces import ActionSpace, ObservationSpace, is_image
 
 Box, Discrete = gym.spaces.Box, gym.spaces.Discrete
 VECTOR = Box(-1.0, 1.0, (3,), np.float32)
@@ -38,8 +38,9 @@ def test_shapes(observation: ObservationSpace, action: ActionSpace, share: bool)
     sample = torch.from_numpy(np.stack([np.asarray(observation.sample()) for _ in range(5)]))
     distribution, value = net(sample)
     assert value.shape == (5,)
-    actions = distribution.sample()
-    assert actions.shape == (5, *(action.shape or ()))
+    actions = distribution.sample(torch.Generator())
+    flat = (math.prod(action.shape),) if action.shape else ()
+    assert actions.shape == (5, *flat)
     assert distribution.log_prob(actions).shape == (5,)
     assert distribution.entropy().shape == (5,)
     torch.testing.assert_close(net.value(sample), value)

@@ -26,6 +26,7 @@ def collected(agent: PPO) -> koila_rl.RolloutBuffer:
     assert agent.env is not None
     rollout = koila_rl.RolloutBuffer(agent.hyperparameters.n_steps, agent.env.n_envs, seed=0)
     agent.collect_rollout(agent.env, rollout)
+    agent.evaluate_rollout(rollout)
     agent.estimate_advantages(rollout)
     return rollout
 
@@ -252,13 +253,16 @@ def test_a_loaded_agent_acts_as_the_saved_one(tmp_path: Path) -> None:
 
 
 def test_unsupported_spaces_are_refused() -> None:
+    text = gym.spaces.Text(5)
     with pytest.raises(UnsupportedError, match="FlattenObservation"):
-        PPO("Blackjack-v1")
+        check_spaces(gym.spaces.Dict({"a": text}), gym.spaces.Discrete(2), "PPO")
     unbounded = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     with pytest.raises(UnsupportedError, match="RescaleAction"):
         PPO(lambda: Identity(unbounded))
-    with pytest.raises(UnsupportedError, match="Discrete and Box actions"):
-        check_spaces(gym.spaces.Discrete(2), gym.spaces.MultiBinary(3), "PPO")
+    with pytest.raises(UnsupportedError, match="takes Discrete actions, not Box"):
+        check_spaces(gym.spaces.Discrete(2), unbounded, "DQN", (gym.spaces.Discrete,))
+    with pytest.raises(UnsupportedError, match="not Text"):
+        check_spaces(gym.spaces.Discrete(2), text, "PPO")
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

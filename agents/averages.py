@@ -1,0 +1,21 @@
+"""Means over the transitions of a minibatch, some of which may not count."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["mean", "normalized"]
+
+
+def mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Mean of ``values`` ``[N]``; with ``weight`` ``[N]`` of zeros and ones, over the ones."""
+    return values.mean() if weight is None else (values * weight).sum() / weight.sum()
+
+
+def normalized(values: Tensor, weight: Tensor | None = None) -> Tensor:
+    """``values`` with mean 0 and deviation 1 (unbiased) over those that count."""
+    if weight is None:
+        return (values - values.mean()) / (values.std() + 1e-8)
+    centred = values - mean(values, weight)
+    variance = (centred.square() * weight).sum() / (weight.sum() - 1.0)
+    return centred / (variance.sqrt() + 1e-8)

@@ -1,0 +1,253 @@
+"""Deep Q-learning (Mnih et al. 2015, https://doi.org/10.1038/nature14236) and what became of it.
+
+Read :meth:`DQN.learn` first: it is the paper's Algorithm 1. Each later idea is one switch: double
+(van Hasselt et al. 2016, https://arxiv.org/abs/1509.06461), dueling networks (Wang et al. 2016),
+n-step returns and prioritised replay (Schaul et al. 2016). Minibatches are lazy:
+``loss.backward()`` runs in as many microbatches as the memory limits ask for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import koila_rl
+from koila_rl.agents.base import BaseAgent
+from koila_rl.agents.dqn_hyperparameters import Hyperparameters
+from koila_rl.agents.interface import Progress
+from koila_rl.agents.networks import QNetwork
+from koila_rl.agents.schedules import at
+from koila_rl.envs import Episode, VectorEnvironment
+from koila_rl.spaces import each
+
+__all__ = ["DQN"]
+
+
+class DQN(BaseAgent):
+    """Q of discrete actions, learned from replayed transitions of vector environments."""
+
+    name = "dqn"
+    hyperparameters_type = Hyperparameters
+    action_spaces = (spaces.Discrete,)
+    hyperparameters: Hyperparameters
+    network: QNetwork
+
+    def _build(self, images: bool) -> None:
+        values, action_space = self.hyperparameters, self.interface.action_space
+        assert isinstance(action_space, spaces.Discrete)
+        self.n_actions = int(action_space.n)
+        self.network = QNetwork(
+            self.interface.observation_space,
+            self.n_actions,
+            net_arch=(() if images else (64, 64)) if values.net_arch is None else values.net_arch,
+            dueling=values.dueling,
+            cnn=values.features_extractor,
+        ).to(self.device)
+        self.target = copy.deepcopy(self.network).requires_grad_(False)
+        self.optimizer = torch.optim.Adam(
+            self.network.parameters(), lr=at(values.learning_rate, 1.0)
+        )
+        self.replay: koila_rl.ReplayBuffer | None = None
+        self.n_updates = 0
+
+    def learn(
+        self,
+        total_timesteps: int,
+        callback: Callable[[Progress], bool | None] | None = None,
+    ) -> DQN:
+        """Alternate steps and updates until ``total_timesteps`` transitions were seen.
+
+        ``callback`` is called after the update at which ``report_interval`` transitions have
+        passed since it was called last; learning ends early where it returns False.
+        """
+        env, values = self._environment(), self.hyperparameters
+        replay = self.replay = self.replay or self._make_replay(env.n_envs)
+        episodes: list[Episode] = []
+        metrics: dict[str, float] = {}
+        reported = self.num_timesteps
+        while self.num_timesteps < total_timesteps:
+            before = self.num_timesteps
+            episodes += self.collect(env, replay, total_timesteps)
+            progress = max(0.0, 1.0 - self.num_timesteps / total_timesteps)
+            if self.num_timesteps > values.learning_starts:
+                steps = values.gradient_steps
+                metrics = self.update(
+                    replay, self.num_timesteps - before if steps < 0 else steps, progress
+                )
+            metrics["rollout/exploration_rate"] = self.exploration_rate(total_timesteps)
+            due = self.num_timesteps - reported >= values.report_interval
+            if due or self.num_timesteps >= total_timesteps:
+                state = Progress(
+                    self, self.num_timesteps, total_timesteps, dict(metrics), tuple(episodes)
+                )
+                episodes, reported = [], self.num_timesteps
+                if callback is not None and callback(state) is False:
+                    break
+        return self
+
+    @torch.no_grad()
+    def collect(
+        self, env: VectorEnvironment, replay: koila_rl.ReplayBuffer, total_timesteps: int
+    ) -> list[Episode]:
+        """Act ε-greedily for ``train_freq`` steps of every environment and store what came of it."""
+        episodes: list[Episode] = []
+        for _ in range(self.hyperparameters.train_freq):
+            observation = self.interface.tensor(self._first_observation(env))
+            action = self.explore(observation, env.n_envs, self.exploration_rate(total_timesteps))
+            step = env.step(self.interface.to_environment(action))
+            replay.extend(
+                {
+                    "observation": observation,
+                    "action": action,
+                    "next": {
+                        "observation": each(torch.from_numpy, step.next_observation),
+                        "reward": torch.from_numpy(step.reward),
+                        "terminated": torch.from_numpy(step.terminated),
+                        "truncated": torch.from_numpy(step.truncated),
+                    },
+                },
+                skip=torch.from_numpy(step.reset),
+            )
+            self._observation = step.observation
+            before = self.num_timesteps
+            self.num_timesteps += int((~step.reset).sum())
+            interval = self.hyperparameters.target_update_interval
+            if self.num_timesteps // interval > before // interval:
+                self.update_target()
+            episodes += step.episodes
+        return episodes
+
+    def exploration_rate(self, total_timesteps: int) -> float:
+        """ε: falls in a straight line over ``exploration_fraction`` of the steps, then stays."""
+        values = self.hyperparameters
+        if self.num_timesteps < values.learning_starts:
+            return 1.0
+        span = values.exploration_fraction * total_timesteps
+        passed = min(1.0, self.num_timesteps / span) if span else 1.0
+        first, last = values.exploration_initial_eps, values.exploration_final_eps
+        return first + passed * (last - first)
+
+    def explore(self, observation: Any, n: int, rate: float) -> Tensor:
+        """Greedy actions ``[n]``, each replaced by a random one with probability ``rate``."""
+        shape, device = (n,), self.device
+        random = torch.randint(self.n_actions, shape, generator=self.generator, device=device)
+        chance = torch.rand(shape, generator=self.generator, device=device) < rate
+        if chance.all():
+            return random
+        return torch.where(chance, random, self.network(observation).argmax(-1))
+
+    @torch.no_grad()
+    def update_target(self) -> None:
+        """θ⁻ ← θ⁻ + τ (θ − θ⁻); τ = 1 copies."""
+        own, others = list(self.target.parameters()), list(self.network.parameters())
+        torch._foreach_lerp_(own, others, self.hyperparameters.tau)
+
+    def update(
+        self, replay: koila_rl.ReplayBuffer, gradient_steps: int, progress: float = 1.0
+    ) -> dict[str, float]:
+        """Optimizer steps on minibatches of ``replay``; metrics are of the last of them."""
+        values = self.hyperparameters
+        learning_rate = self._set_learning_rate(values.learning_rate, progress)
+        diagnostics: dict[str, float] = {}
+        if isinstance(replay, koila_rl.PrioritizedReplayBuffer):
+            replay.beta = at(values.prioritized_beta, progress)
+        for step in range(gradient_steps):
+            minibatch = replay.sample(values.batch_size)
+            loss, td_error, q = self.loss(minibatch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            # Read before the weights change: the run of backward has computed them.
+            if isinstance(replay, koila_rl.PrioritizedReplayBuffer):
+                replay.update_priorities(minibatch, td_error)
+            if step == gradient_steps - 1:
+                diagnostics = {
+                    "train/loss": float(loss),
+                    "train/td_error": float(td_error.abs().mean()),
+                    "train/q": float(q.mean()),
+                }
+            nn.utils.clip_grad_norm_(self.network.parameters(), values.max_grad_norm)
+            self.optimizer.step()
+        self.n_updates += gradient_steps
+        return {
+            **diagnostics,
+            "train/learning_rate": learning_rate,
+            "train/n_updates": float(self.n_updates),
+        }
+
+    def loss(self, minibatch: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        """Huber loss of the TD errors, whole; the errors ``[N]``; Q of the actions taken ``[N]``."""
+        action = minibatch["action"].unsqueeze(-1)
+        q = self.network(minibatch["observation"]).gather(-1, action).squeeze(-1)
+        target = self.td_target(minibatch)
+        loss = nn.functional.smooth_l1_loss(q, target, reduction="none")
+        if self.hyperparameters.prioritized:
+            loss = minibatch["weight"] * loss
+        return loss.mean(), (target - q).detach(), q.detach()
+
+    @torch.no_grad()
+    def td_target(self, minibatch: TensorDict) -> Tensor:
+        """R + γ^n (1 − terminated) Q⁻(s', a'), a' the best of Q⁻, or of Q with ``double``; [N]."""
+        values, following = self.hyperparameters, minibatch["next"]
+        q = self.target(following["observation"])
+        if values.double:
+            action = self.network(following["observation"]).argmax(-1, keepdim=True)
+            value = q.gather(-1, action).squeeze(-1)
+        else:
+            value = q.amax(-1)
+        discount = following["discount"] if values.n_steps > 1 else values.gamma
+        return following["reward"] + discount * ~following["terminated"] * value
+
+    def _choose(self, observation: Any, deterministic: bool) -> Tensor:
+        rate = 0.0 if deterministic else self.hyperparameters.exploration_final_eps
+        leaves = observation
+        while isinstance(leaves, dict):
+            leaves = next(iter(leaves.values()))
+        return self.explore(observation, len(leaves), rate)
+
+    def _make_replay(self, n_envs: int) -> koila_rl.ReplayBuffer:
+        values = self.hyperparameters
+        settings: dict[str, Any] = {
+            "n_steps": values.n_steps,
+            "gamma": values.gamma,
+            "frame_stack": values.frame_stack,
+            "device": self.device,
+            "seed": self.seed + self.num_timesteps,
+            "n_envs": n_envs,
+        }
+        if values.prioritized:
+            return koila_rl.PrioritizedReplayBuffer(
+                values.buffer_size, alpha=values.prioritized_alpha, **settings
+            )
+        return koila_rl.ReplayBuffer(values.buffer_size, **settings)
+
+    def state(self) -> dict[str, Any]:
+        """As of every agent, with the target network; the replay is saved by `save_memory`."""
+        return {**super().state(), "target": self.target.state_dict(), "n_updates": self.n_updates}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As of every agent."""
+        super().restore(state)
+        self.target.load_state_dict(state["target"])
+        self.n_updates = state["n_updates"]
+
+    def save_memory(self, folder: Path) -> None:
+        """Write the replay into ``folder/replay``."""
+        if self.replay is not None and len(self.replay):
+            self.replay.save(folder / "replay")
+
+    def load_memory(self, folder: Path) -> None:
+        """Take up a replay that :meth:`save_memory` wrote."""
+        if (folder / "replay").is_dir():
+            kind = (
+                koila_rl.PrioritizedReplayBuffer
+                if self.hyperparameters.prioritized
+                else koila_rl.ReplayBuffer
+            )
+            self.replay = kind.load(folder / "replay", device=self.device)

@@ -1,0 +1,82 @@
+"""What DQN can be told, and what of it cannot be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from koila_rl.agents import hyperparameters
+from koila_rl.agents.encoders import CNNS
+from koila_rl.agents.schedules import Linear, Schedule
+from koila_rl.errors import ConfigurationError
+
+__all__ = ["Hyperparameters"]
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Names and defaults of Stable-Baselines3, where it has them."""
+
+    learning_rate: Schedule = 1e-4
+    buffer_size: int = 1_000_000
+    learning_starts: int = 100
+    """Transitions collected by random actions before the first update."""
+    batch_size: int = 32
+    tau: float = 1.0
+    """How far the target network moves at once; 1 copies."""
+    gamma: float = 0.99
+    train_freq: int = 4
+    """Steps of every environment between updates."""
+    gradient_steps: int = 1
+    """Optimizer steps an update; −1 for as many as transitions were collected since the last."""
+    target_update_interval: int = 10_000
+    """Transitions between moves of the target network."""
+    exploration_fraction: float = 0.1
+    exploration_initial_eps: float = 1.0
+    exploration_final_eps: float = 0.05
+    max_grad_norm: float = 10.0
+    n_steps: int = 1
+    """Steps of the return."""
+    double: bool = False
+    dueling: bool = False
+    prioritized: bool = False
+    prioritized_alpha: float = 0.6
+    prioritized_beta: Schedule = Linear(0.4, 1.0)
+    net_arch: tuple[int, ...] | None = None
+    """Widths after the encoder; (64, 64) where not said, none after a CNN."""
+    features_extractor: str = "nature"
+    """What images go through: "nature" or "impala"."""
+    frame_stack: int = 1
+    """Frames that the environment stacks in an observation; above 1 each is stored once."""
+    report_interval: int = 1_000
+    """Transitions between two calls of the callback."""
+
+    def check(self, n_envs: int) -> None:
+        """Raise :class:`ConfigurationError` where a value, or a pair of them, cannot be used."""
+        infinity = float("inf")
+        hyperparameters.check_ranges(
+            self,
+            learning_rate=(0.0, infinity),
+            buffer_size=(1, infinity),
+            learning_starts=(0, infinity),
+            batch_size=(1, infinity),
+            tau=(0.0, 1.0),
+            gamma=(0.0, 1.0),
+            train_freq=(1, infinity),
+            gradient_steps=(-1, infinity),
+            target_update_interval=(1, infinity),
+            exploration_fraction=(0.0, 1.0),
+            exploration_initial_eps=(0.0, 1.0),
+            exploration_final_eps=(0.0, 1.0),
+            max_grad_norm=(0.0, infinity),
+            n_steps=(1, infinity),
+            prioritized_alpha=(0.0, infinity),
+            prioritized_beta=(0.0, infinity),
+            frame_stack=(1, infinity),
+            report_interval=(1, infinity),
+        )
+        hyperparameters.check_choice(self, "features_extractor", CNNS)
+        if self.buffer_size < n_envs * self.n_steps:
+            raise ConfigurationError(
+                f"buffer_size is {self.buffer_size} but n_envs * n_steps = {n_envs} * "
+                f"{self.n_steps} transitions must fit"
+            )

@@ -1,0 +1,142 @@
+"""From whatever names or makes an environment to gymnasium's vector environments."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from koila_rl.errors import ConfigurationError, EnvironmentFailedError, MissingDependencyError
+
+__all__ = ["EnvironmentLike", "make_vector"]
+
+EnvironmentLike: TypeAlias = (
+    "str | gym.Env[Any, Any] | Callable[[], gym.Env[Any, Any]] | VectorEnv[Any, Any, Any]"
+)
+
+_VECTORIZATIONS = ("sync", "async")
+
+
+def make_vector(
+    env: EnvironmentLike,
+    n_envs: int | None,
+    env_kwargs: dict[str, Any] | None,
+    vectorization: str,
+) -> VectorEnv[Any, Any, Any]:
+    """As :func:`koila_rl.envs.make_environment`, without reading the autoreset mode."""
+    if n_envs is not None and n_envs < 1:
+        raise ConfigurationError(f"n_envs is {n_envs} but must be at least 1")
+    if vectorization not in _VECTORIZATIONS:
+        raise ConfigurationError(
+            f"vectorization is {vectorization!r} but must be {' or '.join(_VECTORIZATIONS)}"
+        )
+    if env_kwargs and not isinstance(env, str):
+        raise ConfigurationError("env_kwargs apply only where env is the name of an environment")
+    if isinstance(env, str):
+        return _make_registered(env, n_envs or 1, env_kwargs or {}, vectorization)
+    if isinstance(env, VectorEnv):
+        if n_envs not in (None, env.num_envs):
+            raise ConfigurationError(
+                f"n_envs is {n_envs} but the vector environment has {env.num_envs}"
+            )
+        return env
+    if isinstance(env, gym.Env):
+        if n_envs not in (None, 1):
+            raise ConfigurationError(
+                f"n_envs is {n_envs} but one environment object was given; "
+                "pass a function that makes the environment"
+            )
+        return _vector([partial(_same, env)], "sync")
+    if callable(env):
+        return _vector([env] * (n_envs or 1), vectorization)
+    raise ConfigurationError(
+        f"env is {env!r}, which is neither a name, an environment, a function that makes one, "
+        "nor a vector environment"
+    )
+
+
+class _Named(gym.Wrapper[Any, Any, Any, Any]):
+    """Says which environment failed, and at which action."""
+
+    def __init__(self, env: gym.Env[Any, Any], index: int) -> None:
+        super().__init__(env)
+        self._index = index
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        try:
+            return super().reset(seed=seed, options=options)
+        except Exception as error:
+            raise self._failed("reset", error) from error
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        try:
+            return super().step(action)
+        except Exception as error:
+            raise self._failed(f"action {np.asarray(action).tolist()}", error) from error
+
+    def _failed(self, where: str, error: Exception) -> EnvironmentFailedError:
+        # One string alone, since it is all that a worker process hands back of an error.
+        return EnvironmentFailedError(
+            f"environment {self._index} ({self.env}) failed at {where}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def _same(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    return env
+
+
+def _named(make: Callable[[], gym.Env[Any, Any]], index: int) -> gym.Env[Any, Any]:
+    return _Named(make(), index)
+
+
+def _vector(
+    makers: list[Callable[[], gym.Env[Any, Any]]], vectorization: str
+) -> VectorEnv[Any, Any, Any]:
+    named = [partial(_named, make, i) for i, make in enumerate(makers)]
+    if vectorization == "async":
+        return AsyncVectorEnv(named, autoreset_mode=AutoresetMode.SAME_STEP)
+    return SyncVectorEnv(named, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def _make_registered(
+    name: str, n_envs: int, env_kwargs: dict[str, Any], vectorization: str
+) -> VectorEnv[Any, Any, Any]:
+    if name.startswith("ALE/"):
+        _register_atari(name)
+    try:
+        spec = gym.spec(name)
+    except gym.error.Error as error:
+        raise ConfigurationError(_unknown_environment(name)) from error
+    try:
+        if spec.vector_entry_point is not None and not spec.additional_wrappers:
+            return gym.make_vec(name, n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
+        return _vector([partial(gym.make, name, **env_kwargs)] * n_envs, vectorization)
+    except gym.error.DependencyNotInstalled as error:
+        raise MissingDependencyError(f"environment {name!r} cannot be made: {error}") from error
+    except (gym.error.Error, ImportError, TypeError) as error:
+        raise ConfigurationError(f"environment {name!r} cannot be made: {error}") from error
+
+
+def _register_atari(name: str) -> None:
+    try:
+        import ale_py
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name} needs ale-py: pip install 'koila-rl[atari]'"
+        ) from error
+    gym.register_envs(ale_py)
+
+
+def _unknown_environment(name: str) -> str:
+    near = difflib.get_close_matches(name, list(gym.registry), n=3, cutoff=0.5)
+    if not near:
+        lower = {known.lower(): known for known in gym.registry}
+        near = [lower[key] for key in difflib.get_close_matches(name.lower(), lower, n=3)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown environment {name!r}{hint}"
