@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from koila_rl.engine.program import Bound
+from koila_rl.engine.replay import failed_call
 from koila_rl.errors import InsufficientMemoryError
+from koila_rl.memory.budget import budget_bytes
+from koila_rl.memory.plan import Plan
 from koila_rl.recording.values import Captured
 
-__all__ = ["is_out_of_memory", "run_smaller"]
+__all__ = ["Failure", "is_out_of_memory", "remember_failure", "run_smaller", "size_to_try"]
 
 T = TypeVar("T")
 
@@ -55,8 +59,12 @@ def run_smaller(bound: Bound, size: int, attempt: Callable[[int], T]) -> tuple[T
         try:
             before = _Snapshot(bound)
             return attempt(size), size, failures
-        except Exception as error:
+        except BaseException as error:
             if not is_out_of_memory(error):
+                # As if it had not been run, also where somebody interrupted it.
+                if before is not None:
+                    before.restore()
+                _name_place(error, bound)
                 raise
             failure = _without_frames(error)
         failures += 1
@@ -71,6 +79,48 @@ def run_smaller(bound: Bound, size: int, attempt: Callable[[int], T]) -> tuple[T
                 "the network or the observation smaller."
             ) from failure
         size = max(1, min(size, bound.program.n) // 2)
+
+
+def _name_place(error: BaseException, bound: Bound) -> None:
+    """Say in which line of the user's code the failing call was recorded."""
+    number = failed_call(error)
+    if number is None or not hasattr(error, "add_note"):
+        return
+    call = bound.calls[number]
+    note = f"{call.info.name} was recorded at {call.where[0]}:{call.where[1]}" if call.where else ""
+    if note and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A size that did not fit although it was planned: what ran, and what was free then."""
+
+    size: int
+    used: int
+    free_bytes: int
+    needed_bytes: int
+
+
+def size_to_try(bound: Bound, size: int) -> int:
+    """``size``, or the one that ran last time where this failed and no memory has come back."""
+    failure: Failure | None = bound.program.failure
+    if failure is None or size < failure.size:
+        return size
+    free = _free_bytes(bound)
+    if free > failure.free_bytes and free >= failure.needed_bytes:
+        bound.program.failure = None
+        return size
+    return min(size, failure.used)
+
+
+def remember_failure(bound: Bound, plan: Plan, size: int, used: int) -> None:
+    """The next update need not run into the same error."""
+    bound.program.failure = Failure(size, used, _free_bytes(bound), plan.peak_bytes)
+
+
+def _free_bytes(bound: Bound) -> int:
+    return budget_bytes(None, bound.roots[0].meta.device)
 
 
 def _without_frames(error: BaseException) -> BaseException:

@@ -40,7 +40,7 @@ from koila_rl.memory.plan import Plan, Unsplit
 from koila_rl.recording import deferred
 from koila_rl.recording.repeats import restart
 from koila_rl.recording.values import Call, Node, moment
-from koila_rl.recovery import run_smaller
+from koila_rl.recovery import remember_failure, run_smaller, size_to_try
 
 __all__ = [
     "Live",
@@ -341,11 +341,14 @@ def _same_graph(node: Node) -> Callable[[Node], bool]:
 def _run(bound: Bound, plan: Plan, attempt: Callable[[int], T]) -> T:
     """Run at the planned size, or smaller where the device runs out of memory all the same."""
     size = plan.microbatch_size if plan.split else max(bound.program.n, 1)
+    size = size_to_try(bound, size)
     result, used, failures = run_smaller(bound, size, attempt)
     restart()
     if deferred.any_pending():
         deferred.prune()
     if failures:
+        remember_failure(bound, plan, size, used)
+    if used != (plan.microbatch_size if plan.split else max(bound.program.n, 1)):
         count = -(-plan.batch_size // used)
         passes = tuple(replace(item, microbatch_size=used, count=count) for item in plan.passes)
         plan = replace(plan, passes=passes, retries=failures)

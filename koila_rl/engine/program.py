@@ -80,6 +80,8 @@ class Program:
     # How often it has been bound the general way, and whether code recognises it by now.
     met: int = 0
     recognised: bool = False
+    # A size that failed although it was planned (`koila_rl.recovery.Failure`).
+    failure: Any = None
     # Shape, type and device of each root.
     root_metas: list[Any] = field(default_factory=list)
     unsplit: tuple[int, ...] = ()

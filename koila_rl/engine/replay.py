@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from koila_rl.engine.cuts import ProgramStep
     from koila_rl.recording.values import Call, CallState
 
-__all__ = ["Body", "Effects", "Randomness", "compile_stage", "compile_whole"]
+__all__ = ["Body", "Effects", "Randomness", "compile_stage", "compile_whole", "failed_call"]
 
 Body = Callable[..., tuple[Any, ...]]
+# Generated code by the name of its file, and what its lines belong to.
+_FILE, _CALLS = "<koila_rl replay>", "__calls__"
 
 
 class Randomness:
@@ -87,6 +89,8 @@ class _Writer:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        # The number of the call that each line belongs to; -1 for none.
+        self.calls: list[int] = []
         self.names: dict[str, Any] = {"torch": torch}
         self.known: dict[int, str] = {}
         self.context: str | None = None
@@ -137,7 +141,8 @@ class _Writer:
     def finish(self, signature: str) -> Body:
         body = "\n".join(f"    {line}" for line in self.lines) or "    pass"
         source = f"def body({signature}):\n{body}\n"
-        exec(compile(source, "<koila_rl replay>", "exec"), self.names)
+        self.names[_CALLS] = (-1, *self.calls)
+        exec(compile(source, _FILE, "exec"), self.names)
         function: Body = self.names["body"]
         return function
 
@@ -179,14 +184,29 @@ def _emit(
     return [*lines, "del t"]
 
 
-def _write_block(writer: _Writer, context: str | None, lines: list[str]) -> None:
-    """Add lines under a context; neighbours under the same one share it."""
+def _write_block(writer: _Writer, context: str | None, lines: list[str], call: int) -> None:
+    """Add lines of a call under a context; neighbours under the same one share it."""
     if context is not None:
-        if writer.context != context:
-            writer.lines.append(context)
         lines = [f"    {line}" for line in lines]
+        if writer.context != context:
+            lines.insert(0, context)
     writer.lines += lines
+    writer.calls += [call] * len(lines)
     writer.context = context
+
+
+def failed_call(error: BaseException) -> int | None:
+    """The number of the call at whose replay an error was raised; None if at none."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_filename == _FILE:
+            calls = frame.f_globals[_CALLS]
+            line = trace.tb_lineno - 1
+            found = calls[line] if 0 <= line < len(calls) else None
+        trace = trace.tb_next
+    return found if found is None or found >= 0 else None
 
 
 def compile_stage(
@@ -225,7 +245,7 @@ def compile_stage(
         if dead:
             lines.append("del " + ", ".join(dead))
         cast = step.autocast if step.step.autocast is None else None
-        _write_block(writer, _context(writer, step.grad, cast), lines)
+        _write_block(writer, _context(writer, step.grad, cast), lines, step.call)
     writer.lines.append("return (" + "".join(f"v{v}, " for v in outputs) + ")")
     if names is None:
         params = [f"v{v}" for v in inputs]
@@ -289,6 +309,6 @@ def compile_whole(
         dead += [f"v{v}" for v in results if f"v{v}" not in last and f"v{v}" not in kept]
         if dead:
             lines.append("del " + ", ".join(dead))
-        _write_block(writer, _context(writer, call.grad, info.autocast), lines)
+        _write_block(writer, _context(writer, call.grad, info.autocast), lines, k)
     writer.lines.append("return (" + "".join(f"v{v}, " for v in roots) + ")")
     return writer.finish(", ".join(["n", "c", "rnd", "effects", *[f"v{v}" for v in inputs]]))

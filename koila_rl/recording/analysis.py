@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from koila_rl.recording.attempts import Attempt, attempts
-from koila_rl.recording.backward import backward_splits
+from koila_rl.recording.backward import backward_splits, has_own_formula, refuse_hidden_leaves
 from koila_rl.recording.callinfo import (
     CallInfo,
     described,
@@ -25,7 +25,7 @@ from koila_rl.recording.callinfo import (
 )
 from koila_rl.recording.layouts import Layout, scaled_layout
 from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths_of
-from koila_rl.recording.rules import Use
+from koila_rl.recording.rules import Reduction, Use
 from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.steps import draws
 from koila_rl.recording.template import fill, holes
@@ -68,6 +68,8 @@ def analyse(
     """
     with LOCK, quiet_fakes():
         first = _trace_at(func, template, metas, consts, n, second=False)
+        if hasattr(func, "opaque"):
+            refuse_hidden_leaves(describe_function(func), first.trace.out, first.leaves)
         info = _describe(func, template, metas, first, n)
         if info.writes or n <= 1:
             info.steps = [native_step(info, "global", len(metas), {}, None)]
@@ -264,7 +266,7 @@ def _try(info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]) ->
     layouts = [flow.layouts.get(id(x)) for x in outs]
     known = all(id(x) in flow.values for x in outs)
     new = _copy(info, attempt.template)
-    own_backward = getattr(info.func, "backward_too", False)
+    own_backward = getattr(info.func, "backward_too", False) or has_own_formula(outs)
     if flow.plain and known and _plain_fits(new, flow, outs, others, layouts, consts, attempt):
         kind = "reduce" if flow.reduction is not None else "split"
         if all(layout is None for layout in layouts) and kind == "split":
@@ -272,11 +274,11 @@ def _try(info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]) ->
         # An input that no operator touches is handed through, row by row.
         uses = {k: Use(meta.layout) for k, meta in enumerate(attempt.metas)} | flow.input_uses
         new.steps = [native_step(new, kind, len(attempt.metas), uses, flow.reduction)]
-        if not own_backward or (kind == "split" and backward_splits(
+        if not own_backward or (_adds_up(kind, flow) and backward_splits(
             info.func, attempt.template, attempt.metas, new.metas, consts, info.n
         )):  # fmt: skip
             return new
-    if blocked is None and known and not own_backward:
+    if blocked is None and known and not own_backward and not hasattr(info.func, "opaque"):
         new.metas = [described(x, info.n, layout, y) if id(x) not in flow.axes
                      else described_along(x, flow.axes[id(x)][0], layout)
                      for x, y, layout in zip(outs, others, layouts, strict=True)]  # fmt: skip
@@ -286,6 +288,12 @@ def _try(info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]) ->
         new.mixes = any(_mixes(step, flow) for step in flow.steps)
         return new
     return _mixing(new, outs, others, len(attempt.metas))
+
+
+def _adds_up(kind: str, flow: Propagation) -> bool:
+    """Whether microbatches of a call give rows of its results, or parts of a sum."""
+    plain_sum = flow.reduction == Reduction("sum")
+    return kind == "split" or (kind == "reduce" and plain_sum)
 
 
 def _mixes(step: Step, flow: Propagation) -> bool:

@@ -7,20 +7,22 @@ must come out batched, those of whole inputs as sums over the samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
+from koila_rl.errors import UnsupportedError
 from koila_rl.recording.propagate import Propagation
 from koila_rl.recording.steps import CannotExplode
 from koila_rl.recording.template import fill
 from koila_rl.recording.trace import Trace, fake_like, trace
 from koila_rl.recording.values import Meta, second_size
 
-__all__ = ["backward_splits"]
+__all__ = ["backward_splits", "has_own_formula", "refuse_hidden_leaves"]
 
 # A sum over the samples may still be scaled or reshaped: both commute with adding up.
 _LINEAR = {"mul", "div", "neg", "view", "t", "transpose", "permute", "_to_copy", "unsqueeze",
@@ -102,3 +104,41 @@ def _keeps_apart(flow: Propagation, metas: Sequence[Meta], grads: Sequence[Tenso
         if meta.layout is None and number not in sums:
             return False
     return True
+
+
+def _graph(tree: Any) -> Iterator[Any]:
+    """The nodes of PyTorch's graph behind some results."""
+    stack = [x.grad_fn for x in tree_leaves(tree) if isinstance(x, Tensor) and x.grad_fn]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [following for following, _ in node.next_functions if following is not None]
+
+
+def has_own_formula(tree: Any) -> bool:
+    """Whether the results have a backward that is not one of PyTorch's formulas."""
+    return any(
+        isinstance(node, BackwardCFunction) or "CppNode" in node.name() for node in _graph(tree)
+    )
+
+
+def refuse_hidden_leaves(name: str, tree: Any, leaves: Sequence[Tensor]) -> None:
+    """A call that uses parameters beside its arguments would not give them gradients.
+
+    Raises:
+        UnsupportedError: naming the call and the parameters.
+    """
+    known = {id(leaf) for leaf in leaves}
+    hidden = [
+        node.variable for node in _graph(tree)
+        if hasattr(node, "variable") and id(node.variable) not in known
+    ]  # fmt: skip
+    if hidden:
+        shapes = ", ".join(str(tuple(x.shape)) for x in hidden[:4])
+        raise UnsupportedError(
+            f"the opaque {name} uses tensors that require gradients ({shapes}) and are not among "
+            "its arguments; pass them, or wrap the module they belong to (or a method of it)"
+        )

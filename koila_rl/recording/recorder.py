@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from koila_rl.recording.analysis import (
 from koila_rl.recording.clock import optimizer_steps
 from koila_rl.recording.kinds import kind_of
 from koila_rl.recording.parts import parts_of
+from koila_rl.recording.places import Where, caller
 from koila_rl.recording.repeats import forget, remember, repeat, search
 from koila_rl.recording.rescale import form_of, may_rescale, rescaled
 from koila_rl.recording.template import Slots, fill, flatten, key_of, settled
@@ -96,10 +97,10 @@ def record_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if info.met == 2 and info.metas and not (slots.consts and (info.exploded or info.combines)):
         # Where constants do not change the course of the call.
         remember(info, args, kwargs, metas, append)
-    return append(info, slots.tensors, slots.consts)
+    return append(info, slots.tensors, slots.consts, caller())
 
 
-def append(info: CallInfo, tensors: list[Any], consts: list[Any]) -> Any:
+def append(info: CallInfo, tensors: list[Any], consts: Sequence[Any], where: Where) -> Any:
     """The call node, and lazy tensors for its results."""
     inputs: list[Node | Captured] = [
         x._node if isinstance(x, LazyTensor) else Captured(x, optimizer_steps()) for x in tensors
@@ -108,9 +109,7 @@ def append(info: CallInfo, tensors: list[Any], consts: list[Any]) -> Any:
         return info.out
     like = next(x for x in tensors if isinstance(x, LazyTensor))
     runtime = like._runtime
-    call = Call(info, inputs, consts, torch.is_grad_enabled(), runtime.checks())
-    if info.mixes:
-        call.where = _caller()
+    call = Call(info, inputs, consts, torch.is_grad_enabled(), runtime.checks(), where)
     if info.lone:
         # One new tensor, the common case. Its ``__init__`` does nothing.
         tensor = LazyTensor.__new__(LazyTensor, Node(call, 0, info.metas[0]), runtime)
@@ -246,20 +245,6 @@ def run_eagerly(func: Any, template: Any, slots: Slots, like: LazyTensor, reason
         like._runtime.eager(describe_function(func))
     args, kwargs = fill(template, real, slots.consts, _minibatch([like]))
     return func(*args, **kwargs)
-
-
-_INSIDE = ("/torch/", "/koila_rl/recording/", "/koila_rl/pending")
-
-
-def _caller() -> tuple[str, int] | None:
-    """File and line of the code outside torch and this package that made the call."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename.replace("\\", "/")
-        if not any(part in name for part in _INSIDE):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return None
 
 
 RECORDER.repeat = repeat

@@ -9,7 +9,7 @@ the first guess is right.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -20,6 +20,7 @@ from koila_rl.recording.callinfo import CallInfo
 from koila_rl.recording.clock import optimizer_steps
 from koila_rl.recording.deferred import WRITES
 from koila_rl.recording.kinds import kind_of
+from koila_rl.recording.places import Where, caller
 from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.tensor import LazyTensor, new_wrapper
 from koila_rl.recording.values import Call, Captured, Meta, Node, seeded_since
@@ -28,9 +29,9 @@ from koila_rl.recording.writes import join_view
 __all__ = ["forget", "remember", "repeat", "restart", "search"]
 
 # Returns what the call returns, or None where it is not alike.
-Matcher = Callable[[tuple[Any, ...], dict[str, Any] | None], Any]
+Matcher = Callable[["tuple[Any, ...]", "dict[str, Any] | None", Where], Any]
 # Makes the call's results from its tensors and constants, where more is needed than a new tensor.
-Maker = Callable[[CallInfo, list[Any], list[Any]], Any]
+Maker = Callable[[CallInfo, list[Any], Sequence[Any], Where], Any]
 
 _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout,
                     torch.memory_format, type(Ellipsis)})  # fmt: skip
@@ -62,21 +63,23 @@ class _Place:
     Places form a tree from the first call after a run. ``next`` is the one that followed last.
     """
 
-    __slots__ = ("following", "form", "next")
+    __slots__ = ("following", "form", "next", "where")
 
-    def __init__(self, form: _Form) -> None:
+    def __init__(self, form: _Form, where: Where) -> None:
         self.form = form
+        # File and line of the user's code that was here first.
+        self.where = where
         self.following: dict[_Form, _Place] = {}
         self.next: _Place = self
 
 
-_NOTHING = _Form(None, lambda args, kwargs: None)
+_NOTHING = _Form(None, lambda args, kwargs, where: None)
 _forms: dict[Any, list[_Form]] = {}
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.start = self.place = _Place(_NOTHING)
+        self.start = self.place = _Place(_NOTHING, None)
         self.places = 0
 
 
@@ -87,9 +90,15 @@ def repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
     """The results of ``func(*args, **kwargs)`` if it is the known call that follows; else None."""
     place = _local.place.next
     form = place.form
-    if form.func is func and form.grad is _grad() and not _autocast() and not _transforms():
-        result = form.match(args, kwargs)
-        if result is not None and form.default is _default():
+    if (
+        form.func is func
+        and form.grad is _grad()
+        and form.default is _default()
+        and not _autocast()
+        and not _transforms()
+    ):
+        result = form.match(args, kwargs, place.where)
+        if result is not None:
             _local.place = place
             return result
     return None
@@ -103,17 +112,17 @@ def search(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> A
         return None
     if forms is None or _autocast() or _transforms():
         return None
-    grad, default = _grad(), _default()
+    grad, default, where = _grad(), _default(), caller()
     for form in reversed(forms):
         if form.grad is grad and form.default is default:
-            result = form.match(args, kwargs)
+            result = form.match(args, kwargs, where)
             if result is not None:
-                _go_on(form)
+                _go_on(form, where)
                 return result
     return None
 
 
-def _go_on(form: _Form) -> None:
+def _go_on(form: _Form, where: Where) -> None:
     """Expect ``form`` at this place from now on."""
     place = _local.place
     following = place.following.get(form)
@@ -123,7 +132,7 @@ def _go_on(form: _Form) -> None:
             # Programs that never repeat must not fill the memory.
             _local.__init__()  # type: ignore[misc]
             place = _local.place
-        following = place.following[form] = _Place(form)
+        following = place.following[form] = _Place(form, where)
     place.next = _local.place = following
 
 
@@ -189,7 +198,7 @@ class _Writer:
             self.check("not kwargs")
         self.different()
         self.ending(make)
-        source = "def match(args, kwargs):\n" + "\n".join(f"    {x}" for x in self.lines)
+        source = "def match(args, kwargs, where):\n" + "\n".join(f"    {x}" for x in self.lines)
         exec(_code(source), self.names)
         match: Matcher = self.names["match"]
         return match
@@ -292,7 +301,7 @@ class _Writer:
         if not (self.info.lone or self.info.view):
             self.names["make"] = make
             held = ", ".join(held for held, _ in self.tensors)
-            self.lines.append(f"return make(info, [{held}], [{consts}])")
+            self.lines.append(f"return make(info, [{held}], [{consts}], where)")
             return
         if any(not isinstance(x, LazyTensor) for _, x in self.tensors):
             self.lines.append("steps = optimizer_steps()")
@@ -307,7 +316,7 @@ class _Writer:
         self.lines += [
             f"runtime = {lazy}._runtime",
             "tensor = new(Lazy, shape, strides=stride, dtype=dtype, device=device)",
-            f"call = Call(info, [{inputs}], ({consts}), {_grad()}, runtime.checks())",
+            f"call = Call(info, [{inputs}], ({consts}), {_grad()}, runtime.checks(), where)",
             "tensor._node, tensor._runtime = Node(call, 0, meta), runtime",
             "runtime.track(tensor)",
         ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from koila_rl.recording.layouts import Layout
+from koila_rl.recording.places import Where
 
 if TYPE_CHECKING:
     from koila_rl.recording.analysis import CallInfo
@@ -226,13 +227,14 @@ class Call:
         consts: Sequence[Any],
         grad: bool,
         checks: Sequence[tuple[Node, str]] = (),
+        where: Where = None,
     ) -> None:
         self.info = info
         self.inputs = inputs
         self.consts = consts
         self.grad = grad
         self.sequence = next(_sequence)
-        self.where: tuple[str, int] | None = None
+        self.where = where
         self.state = CallState() if info.stateful else None
         # Validations that were deferred before this call: (node of a truth value, message).
         self.checks = checks
