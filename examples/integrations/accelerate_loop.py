@@ -1,0 +1,64 @@
+"""A policy update in accelerate's form; the one line more is marked.
+
+python examples/integrations/accelerate_loop.py --precision bf16 --microbatch 64
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import tyro
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+import koila_rl
+
+
+@dataclass
+class Args:
+    seed: int = 0
+    precision: str = "no"
+    minibatch: int = 256
+    updates: int = 20
+    width: int = 64
+    lazy: bool = True
+    memory: str | None = None
+    microbatch: int | None = None
+
+
+def train(args: Args) -> tuple[nn.Module, list[float]]:
+    """The policy, and the loss of each update."""
+    accelerator = Accelerator(cpu=True, mixed_precision=args.precision)
+    torch.manual_seed(args.seed)
+    policy = nn.Sequential(nn.Linear(8, args.width), nn.Tanh(), nn.Linear(args.width, 4))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(policy, optimizer)
+    losses = []
+    for _ in range(args.updates):
+        observation = torch.randn(args.minibatch, 8)
+        action = observation[:, :4].argmax(1, keepdim=True)
+        advantage = torch.rand(args.minibatch)
+        minibatch: tuple[Tensor, ...] = (observation, action, advantage)
+        if args.lazy:
+            minibatch = koila_rl.lazy(*minibatch)  # the one line
+        observation, action, advantage = minibatch
+        log_prob = torch.log_softmax(model(observation), -1).gather(1, action).squeeze(1)
+        loss = -(log_prob * advantage).mean()
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return policy, losses
+
+
+def main(args: Args) -> None:
+    with koila_rl.limits(memory=args.memory, microbatch=args.microbatch):
+        _, losses = train(args)
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    print(koila_rl.last_plan())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
