@@ -2,6 +2,7 @@
 
 from koila_rl.agents.dqn import DQN
 from koila_rl.agents.ppo import PPO
+from koila_rl.agents.recurrent_ppo import RecurrentPPO
 from koila_rl.agents.schedules import Linear
 
-__all__ = ["DQN", "PPO", "Linear"]
+__all__ = ["DQN", "PPO", "Linear", "RecurrentPPO"]

@@ -122,6 +122,20 @@ class BaseAgent(ABC):
     def _build(self, images: bool) -> None:
         """Make the network and the optimizer on the device."""
 
+    def forget(self, where: NDArray[np.bool_] | None = None) -> None:
+        """Begin another episode of acting in the environments ``where`` [N], or in all.
+
+        Only agents with a memory have something to forget.
+        """
+        return
+
+    @staticmethod
+    def size(observation: Any) -> int:
+        """How many observations are stacked."""
+        while isinstance(observation, dict):
+            observation = next(iter(observation.values()))
+        return len(observation)
+
     @abstractmethod
     def _choose(self, observation: Any, deterministic: bool) -> Tensor:
         """Actions ``[N, …]`` in the network's terms for observations ``[N, …]``."""
@@ -190,10 +204,12 @@ class BaseAgent(ABC):
         self.num_timesteps = state["num_timesteps"]
 
     def save_memory(self, folder: Path) -> None:
-        """Write what only learning on needs and :meth:`save` leaves out, a replay buffer."""
+        """Write what only learning on needs and :meth:`save` leaves out: a replay buffer."""
+        return
 
     def load_memory(self, folder: Path) -> None:
         """Take up what :meth:`save_memory` wrote, where there is something."""
+        return
 
     def _environment(self) -> VectorEnvironment:
         if self.env is None:
@@ -208,6 +224,12 @@ class BaseAgent(ABC):
             # Another start than at the first time, where learning goes on from a checkpoint.
             self._observation = env.reset(seed=self.seed + self.num_timesteps)
         return self._observation
+
+    def _adam(self, schedule: Schedule, eps: float) -> torch.optim.Adam:
+        # Fused, since with small networks the loop over parameters takes as long as the network.
+        return torch.optim.Adam(
+            self.network.parameters(), lr=at(schedule, 1.0), eps=eps, fused=True
+        )
 
     def _set_learning_rate(self, schedule: Schedule, progress: float) -> float:
         learning_rate = at(schedule, progress)

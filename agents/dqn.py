@@ -51,9 +51,7 @@ class DQN(BaseAgent):
             cnn=values.features_extractor,
         ).to(self.device)
         self.target = copy.deepcopy(self.network).requires_grad_(False)
-        self.optimizer = torch.optim.Adam(
-            self.network.parameters(), lr=at(values.learning_rate, 1.0)
-        )
+        self.optimizer = self._adam(values.learning_rate, eps=1e-8)
         self.replay: koila_rl.ReplayBuffer | None = None
         self.n_updates = 0
 
@@ -96,7 +94,7 @@ class DQN(BaseAgent):
     def collect(
         self, env: VectorEnvironment, replay: koila_rl.ReplayBuffer, total_timesteps: int
     ) -> list[Episode]:
-        """Act ε-greedily for ``train_freq`` steps of every environment and store what came of it."""
+        """Act ε-greedily for ``train_freq`` steps of every environment and store them."""
         episodes: list[Episode] = []
         for _ in range(self.hyperparameters.train_freq):
             observation = self.interface.tensor(self._first_observation(env))
@@ -146,8 +144,9 @@ class DQN(BaseAgent):
     @torch.no_grad()
     def update_target(self) -> None:
         """θ⁻ ← θ⁻ + τ (θ − θ⁻); τ = 1 copies."""
-        own, others = list(self.target.parameters()), list(self.network.parameters())
-        torch._foreach_lerp_(own, others, self.hyperparameters.tau)
+        pairs = zip(self.target.parameters(), self.network.parameters(), strict=True)
+        for own, other in pairs:
+            own.lerp_(other, self.hyperparameters.tau)
 
     def update(
         self, replay: koila_rl.ReplayBuffer, gradient_steps: int, progress: float = 1.0
@@ -182,7 +181,7 @@ class DQN(BaseAgent):
         }
 
     def loss(self, minibatch: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
-        """Huber loss of the TD errors, whole; the errors ``[N]``; Q of the actions taken ``[N]``."""
+        """Huber loss of the TD errors, whole; the errors and Q of the actions taken, ``[N]``."""
         action = minibatch["action"].unsqueeze(-1)
         q = self.network(minibatch["observation"]).gather(-1, action).squeeze(-1)
         target = self.td_target(minibatch)
@@ -202,14 +201,12 @@ class DQN(BaseAgent):
         else:
             value = q.amax(-1)
         discount = following["discount"] if values.n_steps > 1 else values.gamma
-        return following["reward"] + discount * ~following["terminated"] * value
+        target: Tensor = following["reward"] + discount * ~following["terminated"] * value
+        return target
 
     def _choose(self, observation: Any, deterministic: bool) -> Tensor:
         rate = 0.0 if deterministic else self.hyperparameters.exploration_final_eps
-        leaves = observation
-        while isinstance(leaves, dict):
-            leaves = next(iter(leaves.values()))
-        return self.explore(observation, len(leaves), rate)
+        return self.explore(observation, self.size(observation), rate)
 
     def _make_replay(self, n_envs: int) -> koila_rl.ReplayBuffer:
         values = self.hyperparameters

@@ -12,6 +12,9 @@ from koila_rl.errors import ConfigurationError
 __all__ = ["Hyperparameters"]
 
 
+_BETA = Linear(0.4, 1.0)
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
     """Names and defaults of Stable-Baselines3, where it has them."""
@@ -40,7 +43,7 @@ class Hyperparameters:
     dueling: bool = False
     prioritized: bool = False
     prioritized_alpha: float = 0.6
-    prioritized_beta: Schedule = Linear(0.4, 1.0)
+    prioritized_beta: Schedule = _BETA
     net_arch: tuple[int, ...] | None = None
     """Widths after the encoder; (64, 64) where not said, none after a CNN."""
     features_extractor: str = "nature"

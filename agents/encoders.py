@@ -81,7 +81,8 @@ class _Residual(nn.Module):
         self.second = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(torch.relu(self.first(torch.relu(x))))
+        change: Tensor = self.second(torch.relu(self.first(torch.relu(x))))
+        return x + change
 
 
 class ImpalaCNN(nn.Module):

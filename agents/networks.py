@@ -92,7 +92,8 @@ class QNetwork(nn.Module):
         advantage: Tensor = self.advantage(features)
         if self.value is None:
             return advantage
-        return self.value(features) + advantage - advantage.mean(-1, keepdim=True)
+        value: Tensor = self.value(features)
+        return value + advantage - advantage.mean(-1, keepdim=True)
 
 
 def perceptron(width: int, net_arch: Sequence[int]) -> nn.Sequential:

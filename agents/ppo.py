@@ -48,9 +48,7 @@ class PPO(BaseAgent):
             cnn=values.features_extractor,
             **values.head_settings(),
         ).to(self.device)
-        self.optimizer = torch.optim.Adam(
-            self.network.parameters(), lr=at(values.learning_rate, 1.0), eps=1e-5
-        )
+        self.optimizer = self._adam(values.learning_rate, eps=1e-5)
 
     def learn(
         self,

@@ -58,6 +58,19 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "normalize_observation": True,
         "normalize_reward": True,
     },
+    # RL Baselines3 Zoo, hyperparams/ppo_lstm.yml, with a memory of 64 in place of 256.
+    ("recurrent_ppo", "CartPoleNoVel-v1"): {
+        "n_envs": 8,
+        "n_steps": 32,
+        "batch_size": 256,
+        "n_epochs": 20,
+        "gamma": 0.98,
+        "gae_lambda": 0.8,
+        "ent_coef": 0.0,
+        "learning_rate": Linear(1e-3),
+        "clip_range": Linear(0.2),
+        "hidden_size": 64,
+    },
     # RL Baselines3 Zoo, hyperparams/dqn.yml, as of 2021 (benchmark of version 1.0).
     ("dqn", "CartPole-v1"): {
         "learning_rate": 2.3e-3,

@@ -60,7 +60,7 @@ ROWS = {
         Row("ppo-acrobot", "ppo", "Acrobot-v1", 500_000, -90, "-86.4"),
         Row("ppo-pendulum", "ppo", "Pendulum-v1", 200_000, -250, "-172"),
         Row("ppo-lunarlander", "ppo", "LunarLander-v3", 1_000_000, 200, "242 (v2)"),
-        Row("recurrent-cartpole", "recurrent_ppo", "CartPoleNoVelocity-v1", 100_000, 450, "500"),
+        Row("recurrent-cartpole", "recurrent_ppo", "CartPoleNoVel-v1", 100_000, 450, "500"),
         Row(
             "dqn-cartpole", "dqn", "CartPole-v1", 50_000, 475, "500",
             seeds=(0, 1, 2, 3, 4), needed=4, best=True,
@@ -71,6 +71,22 @@ ROWS = {
 }  # fmt: skip
 
 
+def register_without_velocities() -> None:
+    """CartPoleNoVel-v1: position and angle alone, named as in RL Baselines3 Zoo."""
+    import gymnasium as gym
+    import numpy as np
+    from gymnasium.wrappers import TransformObservation
+
+    def make(**kwargs: Any) -> gym.Env[Any, Any]:
+        env = gym.make("CartPole-v1", **kwargs)
+        space = env.observation_space
+        assert isinstance(space, gym.spaces.Box)
+        seen = gym.spaces.Box(space.low[[0, 2]], space.high[[0, 2]], dtype=np.float32)
+        return TransformObservation(env, lambda observation: observation[[0, 2]], seen)
+
+    gym.register("CartPoleNoVel-v1", make)
+
+
 def run(row: Row, seed: int) -> None:
     """Train, score and append one line to the results; runs in a process of its own."""
     import torch
@@ -78,6 +94,7 @@ def run(row: Row, seed: int) -> None:
     import koila_rl
     from koila_rl.callbacks import Evaluations
 
+    register_without_velocities()
     run_dir = RUNS / f"{row.name}_seed{seed}_{time.strftime('%Y%m%d-%H%M%S')}"
     result: dict[str, Any] = {
         "row": row.name,

@@ -173,10 +173,9 @@ def _with_final(observation: Any, ended: NDArray[np.bool_], info: dict[str, Any]
             "without it a truncated episode cannot be bootstrapped"
         )
     replaced = each(np.copy, observation)
-    for i in np.flatnonzero(ended):
-        one = (
-            {name: part[i] for name, part in final.items()} if isinstance(final, dict) else final[i]
-        )
+    for i in np.flatnonzero(ended).tolist():
+        # One array of observations, or for a Dict space a dict of arrays: gymnasium has both.
+        one = each(lambda part, i=i: part[i], final)
         _put(replaced, i, each(np.asarray, one))
     return replaced
 

@@ -75,9 +75,13 @@ def evaluate(
         quota[: episodes % vector.n_envs] += 1
         played: list[Episode] = []
         observation = vector.reset(seed=seed)
+        # An agent with a memory is told where an episode begins.
+        forget = getattr(agent, "forget", lambda where=None: None)
+        forget()
         while quota.any():
             step = vector.step(agent.act(observation, deterministic=deterministic))
             observation = step.observation
+            forget(step.terminated | step.truncated | step.reset)
             ended = np.flatnonzero(step.terminated | step.truncated)
             for i, episode in zip(ended, step.episodes, strict=True):
                 if quota[i] > 0:

@@ -128,9 +128,8 @@ def _leaves(statistics: Any) -> list[RunningMeanStd]:
 
 def _apply(function: Any, statistics: Any, observation: Any) -> Any:
     # RunningMeanStd is no mapping, so it counts as a leaf beside the array it belongs to.
-    return each(
-        lambda array, known: function(known, array), each(np.asarray, observation), statistics
-    )
+    arrays = each(np.asarray, observation)
+    return each(lambda array, known: function(known, array), arrays, statistics)
 
 
 def _normalize(statistics: RunningMeanStd | None, array: NDArray[Any]) -> NDArray[Any]:

@@ -27,10 +27,7 @@ __all__ = [
     "restore",
 ]
 
-ObservationSpace: TypeAlias = (
-    "spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Dict | "
-    "spaces.Tuple"
-)
+ObservationSpace: TypeAlias = "gym.Space[Any]"
 ActionSpace: TypeAlias = "spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary"
 
 _SIMPLE = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -87,10 +84,11 @@ def is_image(space: gym.Space[Any]) -> bool:
     )
 
 
-def parts(space: spaces.Dict | spaces.Tuple) -> dict[str, gym.Space[Any]]:
+def parts(space: gym.Space[Any]) -> dict[str, gym.Space[Any]]:
     """The spaces in a Dict or Tuple, by name."""
     if isinstance(space, spaces.Dict):
         return dict(space.spaces)
+    assert isinstance(space, spaces.Tuple)
     return {str(i): part for i, part in enumerate(space.spaces)}
 
 

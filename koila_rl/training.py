@@ -23,6 +23,7 @@ from koila_rl.agents.dqn import DQN
 from koila_rl.agents.interface import Progress
 from koila_rl.agents.ppo import PPO
 from koila_rl.agents.presets import preset
+from koila_rl.agents.recurrent_ppo import RecurrentPPO
 from koila_rl.checkpoint import load_state, write_atomically
 from koila_rl.envs import EnvironmentLike
 from koila_rl.errors import ConfigurationError
@@ -31,7 +32,9 @@ from koila_rl.progress import Display
 
 __all__ = ["AGENTS", "TrainResult", "load", "read_config", "train"]
 
-AGENTS: dict[str, type[BaseAgent]] = {"ppo": PPO, "dqn": DQN}
+AGENTS: dict[str, type[BaseAgent]] = {
+    kind.name: kind for kind in (PPO, RecurrentPPO, DQN)
+}
 
 Callback = Callable[[Progress], "bool | None"]
 
@@ -72,7 +75,7 @@ def train(
     Args:
         env: Name of a gymnasium environment, an environment, a function that makes one, or a
             vector environment.
-        agent: ``"ppo"`` or ``"dqn"``.
+        agent: ``"ppo"``, ``"recurrent_ppo"`` or ``"dqn"``.
         total_timesteps: Environment steps to learn from.
         seed: Of everything random.
         n_envs: Environments side by side; the preset's number where not said.
