@@ -19,8 +19,11 @@ from koila_rl.errors import (
 )
 from koila_rl.memory.limits import limits, set_limits
 from koila_rl.memory.plan import Plan
+from koila_rl.recording.custom_rules import register_batch_rule
+from koila_rl.recording.opaque import opaque
 from koila_rl.recording.tensor import LazyTensor
 from koila_rl.session import last_plan, plan
+from koila_rl.slices import SlicedBackward, start_backward
 from koila_rl.verification import Verification, verify
 from koila_rl.wrapping import lazy, materialize
 
@@ -59,6 +62,7 @@ __all__ = [
     "ReplayBuffer",
     "RolloutBuffer",
     "SimulatedDevice",
+    "SlicedBackward",
     "StaleValueError",
     "StorageError",
     "TrainResult",
@@ -73,8 +77,11 @@ __all__ = [
     "limits",
     "load",
     "materialize",
+    "opaque",
     "plan",
+    "register_batch_rule",
     "set_limits",
+    "start_backward",
     "train",
     "verify",
     "wrap",

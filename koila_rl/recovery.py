@@ -137,13 +137,13 @@ class _Snapshot:
         self.states: list[Any] = [call.state for call in calls]
         self.memory = [(copy.copy(state.random), state.done) for state in self.states]
         written = [
-            x.tensor
+            x
             for call in calls
             if call.info.effect and call.state is not None and not call.state.done
             for x in call.inputs
             if isinstance(x, Captured) and not x.tensor.requires_grad
         ]
-        self.buffers = [(tensor, tensor.clone()) for tensor in written]
+        self.buffers = [(x, x.tensor.clone()) for x in written]
         self.random = bound.program.random
         if self.random:
             self.host = torch.get_rng_state()
@@ -153,8 +153,9 @@ class _Snapshot:
         for state, (random, done) in zip(self.states, self.memory, strict=True):
             state.random, state.done = random, done
         with torch.no_grad():
-            for tensor, value in self.buffers:
-                tensor.copy_(value)
+            for x, value in self.buffers:
+                x.tensor.copy_(value)
+                x.version = x.tensor._version
         if self.random:
             torch.set_rng_state(self.host)
             if self.cuda:

@@ -47,6 +47,7 @@ __all__ = [
     "last_plan",
     "neutral",
     "note_eager",
+    "note_plan",
     "plan",
     "run_backward",
     "run_graph",
@@ -71,6 +72,11 @@ _warned: set[tuple[str, ...]] = set()
 def last_plan() -> Plan | None:
     """The plan of the last run in this thread; None before the first."""
     return _local.plan
+
+
+def note_plan(plan: Plan) -> None:
+    """What ran on behalf of this thread in another."""
+    _local.plan = plan
 
 
 def note_eager(name: str) -> None:
@@ -258,12 +264,13 @@ def run_graph(
 
 
 def run_backward(
-    node: Node, gradient: Tensor | None, create_graph: bool, keep: bool, live: Live
-) -> Tensor:
+    node: Node, gradient: Tensor | None, create_graph: bool, keep: bool, live: Live,
+    begin: Callable[[Bound, Plan], None] = lambda bound, plan: None,
+) -> Tensor:  # fmt: skip
     """Run the program of a loss for the backward that follows at once; returns its gradient.
 
     Unless its graph is to be kept, all gradients are computed here, on aliases, and the
-    backward only delivers them.
+    backward only delivers them. ``begin`` is called when the plan is known.
     """
     if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -273,6 +280,7 @@ def run_backward(
     with _gather([node], live, node, "backward", True) as (bound, plan, checks, _):
         if plan.split and create_graph:
             plan = _whole_for_double_backward(bound, plan)
+        begin(bound, plan)
         _run_backward(bound, plan, checks, seed, create_graph, keep or bound.program.outer)
     return seed
 

@@ -18,7 +18,7 @@ LAYERS = (
     ("recording",),
     ("engine",),
     ("memory",),
-    ("session", "gathering", "pending", "recovery", "verification", "wrapping"),
+    ("session", "gathering", "pending", "recovery", "slices", "verification", "wrapping"),
     ("buffers", "integrations"),
     ("spaces", "returns", "making", "envs", "normalization", "checkpoint", "metrics", "evaluation"),
     ("agents",),

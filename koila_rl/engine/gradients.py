@@ -16,17 +16,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila_rl.engine.program import Bound, Stage
+from koila_rl.engine.program import Bound, Program, Stage
 from koila_rl.engine.replay import Effects, Randomness
 from koila_rl.engine.rows import RowSource, real_inputs
+from koila_rl.engine.turns import pause
 from koila_rl.recording.layouts import Layout, join_into, slice_rows
 
-__all__ = ["Execution", "RowSource", "microbatches", "real_inputs"]
+__all__ = ["Execution", "RowSource", "microbatches", "real_inputs", "turns"]
 
 
 def microbatches(n: int, size: int) -> list[tuple[int, int]]:
     """Start and stop of each microbatch; the last may be smaller."""
     return [(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def turns(program: Program, size: int) -> int:
+    """How often a backward in microbatches of ``size`` may pause."""
+    total = 0
+    for stage in (stage for level in program.stages for stage in level):
+        if any(s.requires_grad for s in stage.steps) and any(
+            map(stage.requires_grad.get, stage.outputs)
+        ):
+            passes = 1 if set(program.fused or ()) & set(stage.outputs) else 2
+            total += passes * len(microbatches(stage.n, size))
+    return total
 
 
 class Execution:
@@ -194,7 +207,11 @@ class StageRun:
     def steps(self) -> Iterator[tuple[int, int]]:
         """The microbatches; what was read ahead for one that never came is let go."""
         try:
-            yield from self.places
+            for place in self.places:
+                if self.differentiable and not self.dry:
+                    # The others read a few columns.
+                    pause()
+                yield place
         finally:
             for x in self.early:
                 x.drop()

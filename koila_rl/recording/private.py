@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +15,15 @@ from torch._C._autograd import (
     _profiler_enabled,
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._library.custom_ops import OPDEFS
+from torch._library.simple_registry import singleton as _library_entries
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 __all__ = [
     "FakeTensor",
@@ -27,11 +35,25 @@ __all__ = [
     "compiled_allocations",
     "differentiating",
     "dispatch_modes",
+    "has_fake_kernel",
     "profiler_enabled",
+    "with_modes",
 ]
 
 profiler_enabled = _profiler_enabled
 dispatch_modes = _get_current_dispatch_mode_stack
+
+
+@contextmanager
+def with_modes(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """The dispatch modes of another thread, without their own beginnings and ends."""
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 def allocator_record(run: Callable[[], object]) -> Iterator[tuple[str, int]]:
@@ -96,3 +118,17 @@ def backward_node() -> int | None:
         return None
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def has_fake_kernel(func: Any) -> bool:
+    """Whether an operator can run on fake tensors."""
+    name = func._schema.name
+    definition = OPDEFS.get(name)
+    if definition is not None:
+        return definition._abstract_fn is not None
+    for qualified in (name, func.name()):
+        entry = _library_entries.get(qualified)
+        if entry is not None and entry.fake_impl.kernel is not None:
+            return True
+    keys = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
