@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from koila_rl.errors import MissingDependencyError, UnsupportedError
 from koila_rl.memory.limits import Limits, limits
 
-__all__ = ["Attachment", "check_version", "missing", "refuse"]
+__all__ = ["Attachment", "attached_class", "check_version", "missing", "plain_class", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,30 @@ class Attachment:
         """The context in which the library's own update runs."""
         memory = None if self.memory == "auto" else self.memory
         return limits(memory=memory, microbatch=self.microbatch)
+
+
+def attached_class(
+    kind: type[Any], attachment: Attachment, restore: Callable[..., Any], **methods: Any
+) -> type[Any]:
+    """A subclass of ``kind`` with some methods of its own, for one instance to change to.
+
+    ``restore(kind, state, attachment)`` makes a copy or unpickles: the subclass has no name by
+    which it could be found.
+    """
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return restore, (kind, self.__dict__, attachment)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    members = {"_koila_kind": kind, "__reduce_ex__": reduce, **names, **methods}
+    # One base and no slots, or Python would not let an instance change its class.
+    return type(kind.__name__, (kind,), members)
+
+
+def plain_class(kind: type[Any]) -> type[Any]:
+    """The class that an instance had before it was attached; its own if it was not."""
+    plain: type[Any] = getattr(kind, "_koila_kind", kind)
+    return plain
 
 
 def check_version(package: str, tested: tuple[str, str]) -> None:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from koila_rl.errors import ConfigurationError
-from koila_rl.integrations.attachment import Attachment, check_version, missing, refuse
+from koila_rl.integrations.attachment import (
+    Attachment,
+    attached_class,
+    check_version,
+    missing,
+    plain_class,
+    refuse,
+)
 
 try:
     from stable_baselines3.common.base_class import BaseAlgorithm
@@ -54,7 +61,7 @@ def attach(
             "of a loop of your own, wrap the buffer with koila_rl.wrap()"
         )
     attachment = Attachment(memory, microbatch)
-    kind = _plain(type(model))
+    kind = plain_class(type(model))
     theirs = [base for base in kind.__mro__ if _package(base) in _PACKAGES]
     known = next((base for base in theirs if base.__name__ in SUPPORTED), None)
     if known is None:
@@ -68,7 +75,7 @@ def attach(
 
 def detach(model: Any) -> Any:
     """The same model as it was before :func:`attach`; one that is not attached stays as it is."""
-    kind = _plain(type(model))
+    kind = plain_class(type(model))
     if kind is not type(model):
         model.__class__ = kind
     return model
@@ -88,14 +95,7 @@ def _attached(kind: type[Any], attachment: Attachment) -> type[Any]:
         finally:
             setattr(self, name, plain)
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        # The subclass cannot be found by its name.
-        return _restored, (kind, self.__dict__, attachment)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    members = {"_koila_kind": kind, "train": train, "__reduce_ex__": reduce, **names}
-    # One base and no slots, or Python would not let an instance change its class.
-    return type(kind.__name__, (kind,), members)
+    return attached_class(kind, attachment, _restored, train=train)
 
 
 def _restored(kind: type[Any], state: dict[str, Any], attachment: Attachment) -> Any:
@@ -109,8 +109,3 @@ _PACKAGES = {"stable_baselines3": "stable-baselines3", "sb3_contrib": "sb3-contr
 
 def _package(kind: type[Any]) -> str:
     return kind.__module__.partition(".")[0]
-
-
-def _plain(kind: type[Any]) -> type[Any]:
-    plain: type[Any] = getattr(kind, "_koila_kind", kind)
-    return plain

@@ -7,10 +7,12 @@ the call is recorded and draws at the run.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 from torch.overrides import is_tensor_like
 
 from koila_rl.recording.recorder import record
@@ -56,6 +58,54 @@ def _like(function: Any) -> Any:
     return draw
 
 
+def _multinomial(args: Any, kwargs: Any) -> Any:
+    """One draw a row is the argmax of the probabilities over exponential noise, as in PyTorch."""
+    options = dict(zip(("input", "num_samples", "replacement"), args, strict=False)) | kwargs
+    probs = options["input"]
+    if (
+        options.get("num_samples") != 1
+        or options.get("out") is not None
+        or not _is_small(probs, ())
+    ):
+        return record(torch.multinomial, args, kwargs)
+    with untouched(), torch.no_grad():
+        noise = _blank(probs).exponential_(1, generator=options.get("generator"))
+    detached = probs.detach()
+    if not _is_validated(sys._getframe(1)):
+        valid = (detached >= 0) & (detached < float("inf"))
+        message = "probability tensor contains either `inf`, `nan` or element < 0"
+        probs._runtime.defer_check(valid, message)
+    return record(torch.argmax, (detached / noise, -1, True), {})
+
+
+def _is_validated(frame: Any) -> bool:
+    """Whether the call comes from a distribution that checks what it is made of."""
+    for _ in range(8):
+        if frame is None:
+            break
+        if frame.f_code is Categorical.sample.__code__:
+            return bool(frame.f_locals["self"]._validate_args)
+        frame = frame.f_back
+    return False
+
+
+def _normal(args: Any, kwargs: Any) -> Any:
+    """Standard noise, stretched and moved, as PyTorch's own kernel does it."""
+    options = dict(zip(("mean", "std"), args, strict=False)) | kwargs
+    mean, std = options.get("mean"), options.get("std")
+    alike = isinstance(mean, Tensor) and isinstance(std, Tensor) and mean.shape == std.shape
+    lazy = next((x for x in (mean, std) if isinstance(x, LazyTensor)), None)
+    if not alike or lazy is None or len(args) > 2 or options.get("out") is not None:
+        return record(torch.normal, args, kwargs)
+    if not _is_small(lazy, ()):
+        return record(torch.normal, args, kwargs)
+    with untouched(), torch.no_grad():
+        noise = _blank(lazy).normal_(generator=options.get("generator"))
+    return (noise * std.detach()) + mean.detach()
+
+
+HANDLERS[torch.multinomial] = HANDLERS[Tensor.multinomial] = _multinomial
+HANDLERS[torch.normal] = _normal
 for _name in ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_",
               "bernoulli_", "random_"):  # fmt: skip
     HANDLERS[getattr(Tensor, _name)] = _in_place(getattr(Tensor, _name))

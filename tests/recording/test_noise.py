@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, Normal
 
 import koila_rl
 
@@ -19,6 +20,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "exponential_ of a view": lambda x: x.clone()[:, 1:].exponential_(),
     "randn_like": torch.randn_like,
     "rand_like": lambda x: torch.rand_like(x, dtype=torch.float32).double(),
+    "Categorical.sample": lambda x: Categorical(logits=x).sample()[:, None].double(),
+    "multinomial": lambda x: x.softmax(-1).multinomial(1).double(),
+    "Normal.sample": lambda x: Normal(x, x.exp()).sample(),
     "randint_like": lambda x: torch.randint_like(x, 5),
 }
 
@@ -59,3 +63,20 @@ def test_large_noise_is_drawn_microbatch_by_microbatch() -> None:
     x = koila_rl.lazy(torch.zeros(N, 300))
     assert isinstance(torch.randn_like(x), koila_rl.LazyTensor)
     assert not isinstance(torch.randn_like(x[:, :10]), koila_rl.LazyTensor)
+
+
+def test_a_draw_that_nobody_uses_moves_the_generator_all_the_same() -> None:
+    def after(x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        Categorical(logits=x).sample()
+        Normal(x, x.exp()).sample()
+        return torch.rand(1)
+
+    x = torch.randn(N, 3)
+    assert after(koila_rl.lazy(x)) == after(x)
+
+
+def test_probabilities_that_are_none_are_told() -> None:
+    probs = koila_rl.lazy(-torch.ones(N, 3))
+    with pytest.raises(ValueError, match="probability tensor contains"):
+        torch.multinomial(probs, 1).tolist()
