@@ -92,7 +92,7 @@ def _restored(kind: type[Any], state: dict[str, Any], attachment: Attachment) ->
     return attach(algorithm, attachment.memory, attachment.microbatch)
 
 
-class _LazyBatch(Batch):  # type: ignore[misc]
+class _LazyBatch(Batch):
     """A rollout that is split into lazy minibatches."""
 
     def split(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
