@@ -25,7 +25,7 @@ from koila_rl.recording.callinfo import (
 )
 from koila_rl.recording.layouts import Layout, scaled_layout
 from koila_rl.recording.propagate import CannotExplode, Propagation, Step, paths_of
-from koila_rl.recording.rules import Reduction, Use
+from koila_rl.recording.rules import Reduction, RuleError, Use
 from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.steps import draws
 from koila_rl.recording.template import fill, holes
@@ -203,14 +203,21 @@ def _best(
     fallback: CallInfo | None = None
     if getattr(info.func, "mixes", False):
         return _whole_minibatch(info, first, metas)
+    wrong: RuleError | None = None
     for attempt in attempts(template, metas, info.n):
-        found = _try(info, first, attempt, consts)
+        found = None
+        try:
+            found = _try(info, first, attempt, consts)
+        except RuleError as error:
+            wrong = error
         if found is None:
             continue
         if not found.mixes:
             return found
         if fallback is None or len(fallback.steps) == 1 < len(found.steps):
             fallback = found
+    if wrong is not None:
+        raise wrong
     if fallback is not None and len(fallback.steps) > 1:
         return fallback
     if _is_view(info, first):
@@ -254,7 +261,9 @@ def _try(info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]) ->
     others = [x for x in tree_leaves(second.trace.out) if isinstance(x, Tensor)]
     if len(outs) != len(others):
         return None
-    flow = Propagation(info.n, second_size(info.n))
+    own_backward = getattr(info.func, "backward_too", False) or has_own_formula(outs)
+    native = own_backward or hasattr(info.func, "opaque")
+    flow = Propagation(info.n, second_size(info.n), native)
     for meta, a, b in zip(attempt.metas, first.leaves, second.leaves, strict=True):
         flow.declare(a, b, meta.layout, meta.row_index)
     flow.wanted = {id(x) for x in outs}
@@ -266,7 +275,6 @@ def _try(info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]) ->
     layouts = [flow.layouts.get(id(x)) for x in outs]
     known = all(id(x) in flow.values for x in outs)
     new = _copy(info, attempt.template)
-    own_backward = getattr(info.func, "backward_too", False) or has_own_formula(outs)
     if flow.plain and known and _plain_fits(new, flow, outs, others, layouts, consts, attempt):
         kind = "reduce" if flow.reduction is not None else "split"
         if all(layout is None for layout in layouts) and kind == "split":
@@ -278,7 +286,7 @@ def _try(info: CallInfo, first: _Traced, attempt: Attempt, consts: list[Any]) ->
             info.func, attempt.template, attempt.metas, new.metas, consts, info.n
         )):  # fmt: skip
             return new
-    if blocked is None and known and not own_backward and not hasattr(info.func, "opaque"):
+    if blocked is None and known and not native:
         new.metas = [described(x, info.n, layout, y) if id(x) not in flow.axes
                      else described_along(x, flow.axes[id(x)][0], layout)
                      for x, y, layout in zip(outs, others, layouts, strict=True)]  # fmt: skip

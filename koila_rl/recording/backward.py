@@ -39,7 +39,7 @@ def backward_splits(
     try:
         first = _traced(func, template, metas, differentiable, consts, n, second=False)
         second = _traced(func, template, metas, differentiable, consts, n, second=True)
-        flow = Propagation(n, second_size(n))
+        flow = Propagation(n, second_size(n), native=True)
         declared = [meta.layout for meta in (*metas, *differentiable)]
         for a, b, layout in zip(first[0], second[0], declared, strict=True):
             flow.declare(a, b, layout)

@@ -40,6 +40,7 @@ from koila_rl.recording.trace import OpRecord, trace
 
 __all__ = ["EFFECTS", "CannotExplode", "Propagation", "Step", "paths_of"]
 
+_UNIFORM = {"zeros", "ones", "full", "empty"}
 _COPIES = {"clone", "_conj", "_neg_view", "conj_physical"}
 
 
@@ -48,11 +49,12 @@ class Propagation:
 
     ``plain`` stays true while every operator keeps its samples apart with operands as they
     came, possibly adding them up at the very end: then the call can run on a microbatch just
-    as it was written. ``blocked`` says why it cannot be replayed operator by operator.
+    as it was written. ``blocked`` says why it cannot be replayed operator by operator. With
+    ``native`` it never is, so what it makes itself, as a state of zeros, follows the microbatch.
     """
 
-    def __init__(self, n: int, n2: int) -> None:
-        self.n, self.n2 = n, n2
+    def __init__(self, n: int, n2: int, native: bool = False) -> None:
+        self.n, self.n2, self.native = n, n2, native
         self.values: dict[int, int] = {}
         self.layouts: dict[int, Layout | None] = {}
         # Values whose batch axis is another than the minibatch's: its size at both sizes.
@@ -368,6 +370,8 @@ class Propagation:
     def out_layouts(self, op: Op, verdict: Verdict | None) -> list[Layout | None]:
         if verdict is None:
             if not op.batched:
+                if self.native and op.name in _UNIFORM:
+                    return [self.rows_made(op.outs[0], op.outs2[0])]
                 return [None] * len(op.outs)
             return [
                 scaled_layout(shape, shape2, self.n, self.n2)
@@ -376,3 +380,8 @@ class Propagation:
         if verdict.reduction is not None:
             return [None] * len(op.outs)
         return list(verdict.outs)
+
+    def rows_made(self, shape: tuple[int, ...], shape2: tuple[int, ...]) -> Layout | None:
+        """The layout of equal rows, if one dimension alone follows the minibatch."""
+        one = sum(a != b for a, b in zip(shape, shape2, strict=True)) == 1
+        return scaled_layout(shape, shape2, self.n, self.n2) if one else None

@@ -29,7 +29,7 @@ from koila_rl.recording.tensor import RECORDER, LazyTensor, untouched
 from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of, seeded_since
 from koila_rl.recording.writes import join_view, record_write, write_at_once
 
-__all__ = ["analyses", "record", "record_plainly", "run_eagerly"]
+__all__ = ["analyses", "forget_analyses", "record", "record_plainly", "run_eagerly"]
 
 # Analyses by call form. Each belongs to a form, not to a program: programs may alternate.
 _KNOWN: dict[Any, CallInfo | dict[Any, CallInfo]] = {}
@@ -42,6 +42,13 @@ _count = 0
 def analyses() -> int:
     """How many calls have been analysed so far; a repeated program adds none."""
     return _count
+
+
+def forget_analyses() -> None:
+    """Analyse every call anew from now on, since the rules have changed."""
+    _KNOWN.clear()
+    _FORMS.clear()
+    forget()
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,9 +202,7 @@ def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n:
         if general is not None and may_rescale(info):
             _FORMS[general] = info
     if len(_KNOWN) > _LIMIT:
-        _KNOWN.clear()
-        _FORMS.clear()
-        forget()
+        forget_analyses()
     objects = any(not isinstance(x, float) for x in consts)
     if not consts or not (info.exploded or objects or info.writes or info.combines):
         _KNOWN[key] = info

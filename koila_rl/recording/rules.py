@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from koila_rl.errors import ConfigurationError
 from koila_rl.recording.layouts import Layout
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Operand",
     "Reduction",
     "Rule",
+    "RuleError",
     "Use",
     "Verdict",
     "align",
@@ -127,6 +129,10 @@ class Op:
     def operand(self, name: str) -> Operand | None:
         k = self.index(name)
         return None if k is None else self.operands[k]
+
+
+class RuleError(ConfigurationError):
+    """A rule that a user gave says what the shapes of an operator's results contradict."""
 
 
 Rule = Callable[[Op], "Verdict | None"]
