@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from koila_rl.engine.program import Bound, Program
-from koila_rl.errors import InsufficientMemoryError
+from koila_rl.errors import UnsupportedError
 from koila_rl.memory.budget import active_device, budget_bytes, format_bytes
-from koila_rl.memory.estimate import Estimate, InputForm, estimate, input_forms
+from koila_rl.memory.estimate import Estimate, estimate
+from koila_rl.memory.explain import insufficient, unsplit_details
+from koila_rl.memory.forms import NO_WRITES, InputForm, Writes, input_forms, writes_of
 from koila_rl.memory.limits import current_limits
-from koila_rl.memory.plan import Pass, Plan, Unsplit
+from koila_rl.memory.lines import Lines
+from koila_rl.memory.plan import Pass, Plan
+from koila_rl.recording.values import Captured
 
-__all__ = ["choose"]
+__all__ = ["choose", "device_of"]
 
-# More traces find a larger microbatch, by a few samples.
-TRACES = 4
+# Traces and plans of one program.
+MOST_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +35,23 @@ class _Peaks:
     consts: list[Any]
     forms: tuple[InputForm, ...]
     purpose: str
+    writes: Writes
+    # Whether gradients are computed in full before any is handed over, also of a whole minibatch.
+    delivered: bool
+    # Whether the memory that kernels take counts.
+    scratch: bool
 
-    def at(self, size: int) -> Estimate:
+    def at(self, size: int, full: bool = False) -> Estimate:
+        size = min(size, max(self.program.n, 1))
         known = self.program.plans
-        key = ("peak", self.forms, self.purpose, min(size, self.program.n))
+        key = ("peak", self.forms, self.purpose, self.writes, self.delivered, self.scratch, size,
+               full)  # fmt: skip
         found: Estimate | None = known.get(key)
         if found is None:
             found = known[key] = estimate(
-                self.program, self.forms, self.consts, size, self.purpose, 0
-            )
+                self.program, self.forms, self.consts, size, self.purpose, self.delivered,
+                self.writes, self.scratch, full,
+            )  # fmt: skip
         return found
 
     def bound(self) -> int:
@@ -46,91 +60,187 @@ class _Peaks:
         return 4 * (computed + sum(_bytes(form) for form in self.forms))
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A plan and the budgets that lead to the same choice."""
+
+    plan: Plan
+    least: float
+    below: float
+    # Whether it fits many times over.
+    roomy: bool = False
+
+    def under(self, budget: int) -> Plan | None:
+        if not self.least <= budget < self.below:
+            return None
+        same = self.plan.budget_bytes == budget
+        return self.plan if same else replace(self.plan, budget_bytes=budget)
+
+
 def choose(bound: Bound, purpose: str, whole: bool = False) -> Plan:
     """The plan of a bound program under the limits in force; ``whole`` forbids a split.
 
     Raises:
         InsufficientMemoryError: not even one sample fits; nothing has run.
+        UnsupportedError: the program's tensors lie on two devices.
     """
-    program = bound.program
-    limits = current_limits()
-    roomy = program.plans.get(("roomy", purpose, limits.microbatch, limits.memory))
-    if roomy is not None and not whole:
-        device, plan = roomy
-        if plan.budget_bytes == _budget(limits.memory, device):
-            return plan
-    forms = input_forms(bound)
-    device = next((form.device for form in forms), torch.device("cpu"))
+    program, limits = bound.program, current_limits()
+    device = program.plans.get("device")
+    if device is None:
+        device = program.plans["device"] = device_of(form.device for form in input_forms(bound))
     budget = _budget(limits.memory, device)
-    if whole:
-        return _plan(
-            bound,
-            _Peaks(program, bound.consts, forms, purpose),
-            max(program.n, 1),
-            budget,
-            "",
-            purpose,
-        )
-    key = ("plan", forms, purpose, limits.microbatch, limits.memory)
-    known: Plan | None = program.plans.get(key)
-    if known is not None and known.budget_bytes == budget:
-        return known
-    peaks = _Peaks(program, bound.consts, forms, purpose)
-    if limits.microbatch is not None and program.n > 1:
-        size, reason = min(program.n, limits.microbatch), "limits(microbatch) says so"
-    else:
-        size, reason = _fit(peaks, program.n, budget, bound)
-    plan = _plan(bound, peaks, size, budget, reason, purpose)
-    program.plans[key] = plan
-    if 2 * peaks.bound() <= budget:
-        # Whatever gradients there are already: nothing else differs between updates.
-        program.plans["roomy", purpose, limits.microbatch, limits.memory] = device, plan
+    simulated = active_device.get() is not None
+    fixed = ("chosen", purpose, limits.microbatch, whole, simulated)
+    # Where a program fits many times over, nothing of what differs between updates matters.
+    known: _Known | None = program.plans.get(fixed)
+    found: Plan | None = known.under(budget) if known is not None else None
+    if found is not None:
+        return found
+    key = (*fixed, _state(bound))
+    known = program.plans.get(key)
+    found = known.under(budget) if known is not None else None
+    if found is not None:
+        return found
+    if len(program.plans) > MOST_KEPT:
+        # Budgets that change all the time would fill the memory with what was planned for them.
+        program.plans.clear()
+    peaks = _Peaks(
+        program, bound.consts, input_forms(bound), purpose, _writes(bound),
+        simulated or device.type != "cpu", device.type == "cpu" and not simulated,
+    )  # fmt: skip
+    made = _chosen(bound, peaks, budget, limits.microbatch, whole)
+    program.plans[fixed if made.roomy else key] = made
+    plan: Plan = made.plan
     return plan
 
 
-_free: tuple[float, int] = (0.0, 0)
+def _state(bound: Bound) -> tuple[Any, ...]:
+    """What may differ between two recordings of one program, as far as memory goes."""
+    state: list[Any] = []
+    for x in bound.tensors:
+        if type(x) is Captured:
+            tensor = x.tensor
+            state.append(x.requires_grad and tensor.is_leaf and tensor.grad is not None)
+        elif x.attached is not None:
+            tensor = x.attached
+            state.append(tensor.requires_grad and tensor.is_leaf and tensor.grad is not None)
+        else:
+            data = x.call.data
+            state.append(
+                None if data is None
+                else data.requires_grad and data.is_leaf and data.grad is not None
+            )  # fmt: skip
+    if _has_effects(bound.program):
+        state.append(_writes(bound))
+    return tuple(state)
+
+
+def _has_effects(program: Program) -> bool:
+    found = program.plans.get("effects")
+    if found is None:
+        found = program.plans["effects"] = any(info.effect for info in program.calls)
+    return bool(found)
+
+
+def _writes(bound: Bound) -> Writes:
+    return writes_of(bound) if _has_effects(bound.program) else NO_WRITES
+
+
+def device_of(devices: Iterable[torch.device]) -> torch.device:
+    """The device whose memory a program takes: its accelerator, if it has one.
+
+    Raises:
+        UnsupportedError: there are two.
+    """
+    found = list(dict.fromkeys(device for device in devices if device.type != "cpu"))
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"tensors of one program lie on {found[0]} and {found[1]}; an update is planned for "
+            "the memory of one device. Move them to one, or split the program with .detach()"
+        )
+    return found[0] if found else torch.device("cpu")
+
+
+_free: dict[Any, tuple[float, int]] = {}
 
 
 def _budget(memory: Any, device: torch.device) -> int:
     """The budget; what the host has free is asked for at most once a second."""
-    global _free
-    if memory is None and device.type == "cpu" and active_device.get() is None:
-        now = time.monotonic()
-        if now - _free[0] > 1.0:
-            _free = (now, budget_bytes(None, device))
-        return _free[1]
-    return budget_bytes(memory, device)
+    if device.type != "cpu" or active_device.get() is not None:
+        return budget_bytes(memory, device)
+    now = time.monotonic()
+    known = _free.get(memory)
+    if known is None or now - known[0] > 1.0:
+        known = _free[memory] = (now, budget_bytes(memory, device))
+    return known[1]
 
 
-def _fit(peaks: _Peaks, n: int, budget: int, bound: Bound) -> tuple[int, str]:
-    """The microbatch size: N if it fits, else even parts of the largest size found to fit."""
-    if 2 * peaks.bound() <= budget:
-        return max(n, 1), ""
-    whole = peaks.at(max(n, 1))
-    if whole.peak_bytes <= budget:
-        return max(n, 1), ""
-    reason = f"the whole minibatch needs {format_bytes(whole.peak_bytes)}"
-    if n <= 1 or not any(bound.program.stages):
-        raise _insufficient(whole, budget, max(n, 1), bound)
-    one = peaks.at(1)
-    if one.peak_bytes > budget:
-        raise _insufficient(one, budget, n, bound)
-    low, high = (1, one.peak_bytes), (n, whole.peak_bytes)
-    for trial in range(TRACES):
-        if trial >= TRACES - 2 and low[0] > 1:
-            break
-        # The peak is the largest of several lines, so it lies below the chord: what the chord
-        # proposes fits.
-        slope = (high[1] - low[1]) / (high[0] - low[0])
-        size = min(high[0] - 1, low[0] + int((budget - low[1]) / slope)) if slope > 0 else low[0]
-        if size <= low[0]:
-            break
-        found = (size, peaks.at(size).peak_bytes)
-        if found[1] <= budget:
-            low = found
+def _chosen(
+    bound: Bound, peaks: _Peaks, budget: int, microbatch: int | None, whole: bool
+) -> _Known:
+    n = max(peaks.program.n, 1)
+    if whole:
+        return _Known(_plan(bound, peaks, n, budget, "", n), 0, math.inf)
+    if microbatch is not None and n > 1:
+        size = min(n, microbatch)
+        reason = "limits(microbatch) says so"
+        return _Known(_plan(bound, peaks, size, budget, reason, size), 0, math.inf)
+    most = 2 * peaks.bound()
+    if most <= budget:
+        return _Known(_plan(bound, peaks, n, budget, "", n), most, math.inf, roomy=True)
+    all_at_once = peaks.at(n)
+    needed = all_at_once.allocator_bytes
+    if needed <= budget:
+        return _Known(_plan(bound, peaks, n, budget, "", n), needed, math.inf)
+    if n == 1 or not any(bound.program.stages):
+        raise insufficient(all_at_once, budget, n, bound)
+    fit, size = _fit(bound, peaks, n, budget, all_at_once)
+    reason = f"the whole minibatch needs {format_bytes(needed)}"
+    plan = _plan(bound, peaks, size, budget, reason, fit)
+    # One sample more may fit into a little more.
+    return _Known(plan, peaks.at(size).allocator_bytes, budget + max(1, budget // 128))
+
+
+def _fit(bound: Bound, peaks: _Peaks, n: int, budget: int, whole: Estimate) -> tuple[int, int]:
+    """The largest size that fits, as far as lines tell, and one that a trace found to fit."""
+    lines = _lines(peaks, n, budget, whole)
+    fit = lines.largest(n, budget) if lines is not None else _nearest(peaks, n, budget, whole)
+    while True:
+        if fit < 1:
+            one = peaks.at(1)
+            if one.allocator_bytes > budget:
+                raise insufficient(one, budget, 1, bound, whole)
+            fit = 1
+        size = _friendly(fit, n)
+        needed = peaks.at(size).allocator_bytes
+        if needed <= budget:
+            return fit, size
+        # Blocks were rounded otherwise than between the two traces, or a kernel was.
+        fit = min(size - 1, int(size * budget / needed))
+
+
+def _lines(peaks: _Peaks, n: int, budget: int, whole: Estimate) -> Lines | None:
+    """Lines through two traces near the size that may fit; None for a few samples."""
+    if n < 12:
+        return None
+    guess = int(n * budget / max(whole.allocator_bytes, 1))
+    guess = max(4, min(guess, n // 3))
+    # The same sizes for similar budgets.
+    many = 1 << (guess.bit_length() - 1)
+    few = many // 2
+    return Lines.through(few, peaks.at(few, full=True), many, peaks.at(many, full=True))
+
+
+def _nearest(peaks: _Peaks, n: int, budget: int, whole: Estimate) -> int:
+    """The largest size that fits, found by halving; 0 if none does."""
+    low, high = 0, n
+    while high - low > 1:
+        middle = (low + high) // 2
+        if peaks.at(middle).allocator_bytes <= budget:
+            low = middle
         else:
-            high = found
-    return _friendly(low[0], n), reason
+            high = middle
+    return low
 
 
 def _friendly(fit: int, n: int) -> int:
@@ -144,36 +254,21 @@ def _friendly(fit: int, n: int) -> int:
     return eight if eight <= fit else even
 
 
-def _insufficient(found: Estimate, budget: int, n: int, bound: Bound) -> InsufficientMemoryError:
-    what = "one sample"
-    if n == 1 or not any(bound.program.stages):
-        what = "the whole minibatch"
-    elif len(bound.program.stages) > 2:
-        what = "an update in microbatches of one sample, with what is held between its stages,"
-    calls = ", ".join(f"{call.name} {format_bytes(call.nbytes)}" for call in found.calls[:4])
-    held = unsplit_details(bound)
-    whole = ""
-    if held:
-        whole = " These calls need the whole minibatch: " + "; ".join(map(str, held[:3])) + "."
-    return InsufficientMemoryError(
-        f"{what} needs {format_bytes(found.peak_bytes)} but the budget is {format_bytes(budget)}; "
-        f"largest at the peak: {calls}.{whole} Nothing has run and no gradient has changed. Raise "
-        "limits(memory=...), or make the network or the observation smaller."
-    )
-
-
-def _plan(bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, purpose: str) -> Plan:
+def _plan(bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, fit: int) -> Plan:
     program = bound.program
     n = max(program.n, 1)
     count = -(-n // size)
 
-    def trace() -> int:
-        return peaks.at(size).peak_bytes
+    def trace() -> Estimate:
+        return peaks.at(size)
 
     details = unsplit_details(bound) if count > 1 else ()
-    passes = [Pass(size, count, trace)]
-    if count > 1 and purpose == "backward" and (not program.fused or program.schedule.last > 1):
-        passes.append(Pass(size, count, trace))
+    passes = [Pass(size, count, trace=trace)]
+    backward = peaks.purpose == "backward" and count > 1
+    if backward and (not program.fused or program.schedule.last > 1):
+        passes = [Pass(size, count, name, trace) for name in ("forward", "backward")]
+    elif peaks.purpose == "value" and count > 1:
+        passes = [Pass(size, count, "forward", trace)]
     resident = sum(_bytes(form) for form in peaks.forms if form.rows is None)
     return Plan(
         batch_size=n,
@@ -184,6 +279,7 @@ def _plan(bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, purp
         unsplit=tuple(dict.fromkeys(detail.name for detail in details)),
         unsplit_details=details,
         limited_by=reason if count > 1 else "",
+        fit=fit,
     )
 
 
@@ -192,32 +288,3 @@ def _bytes(form: InputForm) -> int:
     for size in form.shape:
         count *= size
     return count
-
-
-def unsplit_details(bound: Bound) -> tuple[Unsplit, ...]:
-    """The calls that run on the whole minibatch, each with where, why and what would help."""
-    found = []
-    for number in bound.program.unsplit:
-        step: Any = bound.program.steps[number]
-        call = bound.calls[step.call]
-        where = f"{call.where[0]}:{call.where[1]}" if call.where else ""
-        held = sum(
-            meta.nbytes
-            for x in call.inputs
-            if (meta := getattr(x, "meta", None)) is not None and meta.layout is not None
-        )
-        found.append(
-            Unsplit(
-                call.info.name, where, f"needs the whole minibatch: {format_bytes(held)}",
-                _REMEDIES.get(call.info.name, "an operation within each sample would split"),
-            )
-        )  # fmt: skip
-    return tuple(found)
-
-
-_REMEDIES = {
-    "batch_norm": "GroupNorm splits",
-    "sort": "sort before wrapping, or along another dimension",
-    "median": "a mean splits",
-    "quantile": "a mean and a variance split",
-}

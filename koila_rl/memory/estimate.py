@@ -7,7 +7,7 @@ of a stage stand for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,71 +15,42 @@ import torch
 from torch import Tensor
 
 from koila_rl.engine.gradients import Execution, RowSource, microbatches
-from koila_rl.engine.program import Bound, Program
+from koila_rl.engine.program import Program
+from koila_rl.memory.forms import NO_WRITES, InputForm, Writes
 from koila_rl.memory.results import RealResults
-from koila_rl.memory.tracking import LiveCall, StorageTracker
+from koila_rl.memory.scratch import KernelScratch
+from koila_rl.memory.tracking import LiveCall, Moment, StorageTracker
 from koila_rl.recording.layouts import Layout
 from koila_rl.recording.trace import LOCK, fakes, quiet_fakes
-from koila_rl.recording.values import Captured, Meta, Node, Source
 
-__all__ = ["Estimate", "InputForm", "estimate", "input_forms"]
+__all__ = ["Estimate", "estimate"]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Peak of live tensors in bytes, and the calls whose results were live then."""
+    """Peak of an update in bytes, the calls whose results were live then, and how it came."""
 
-    peak_bytes: int
-    calls: tuple[LiveCall, ...]
+    peak_bytes: int = 0
+    """Of live tensors."""
+    allocator_bytes: int = 0
+    """With the scratch memory of kernels; the same where that is not counted."""
+    calls: tuple[LiveCall, ...] = ()
+    timeline: tuple[Moment, ...] = ()
+    """Phases are numbers of microbatches, or ``OUTSIDE``."""
+    forward: int = 0
+    """How many moments of the timeline belong to the forward."""
 
+    @property
+    def workspace_bytes(self) -> int:
+        return self.allocator_bytes - self.peak_bytes
 
-@dataclass(frozen=True, slots=True)
-class InputForm:
-    """What the estimate must know of one input."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    # A leaf whose gradient exists takes no new memory for it.
-    has_grad: bool
-    # Rows are read on demand along this dimension; None: the tensor is resident.
-    rows: int | None
-    # Bytes of a row before it is transformed, 0 where it is not.
-    raw_bytes: int = 0
-    # Whether the rows of the next microbatch are read while one computes.
-    early: bool = False
+    def part_bytes(self, forward: bool) -> int:
+        """Peak of the forward alone, or of what comes after it."""
+        part = self.timeline[: self.forward] if forward else self.timeline[self.forward :]
+        return max((x.live_bytes + x.scratch_bytes for x in part), default=0)
 
 
-def input_forms(bound: Bound) -> tuple[InputForm, ...]:
-    return tuple(_form(item) for item in bound.tensors)
-
-
-def _form(item: Any) -> InputForm:
-    if isinstance(item, Captured):
-        return _tensor_form(item.as_recorded())
-    assert isinstance(item, Node)
-    if item.attached is not None:
-        return _tensor_form(item.attached)
-    source = item.call
-    assert isinstance(source, Source)
-    if source.data is not None:
-        return _tensor_form(source.data)
-    meta: Meta = item.meta
-    rows = source.rows
-    assert rows is not None
-    return InputForm(
-        meta.shape, meta.stride, meta.dtype, meta.device, False, False, rows.dim, rows.raw_bytes,
-        rows.prefetch is not None,
-    )  # fmt: skip
-
-
-def _tensor_form(x: Tensor) -> InputForm:
-    has_grad = x.is_leaf and x.requires_grad and x.grad is not None
-    return InputForm(
-        tuple(x.shape), tuple(x.stride()), x.dtype, x.device, x.requires_grad, has_grad, None
-    )
+OUTSIDE = -1
 
 
 class _FakeRows(RowSource):
@@ -126,63 +97,114 @@ class _DryExecution(Execution):
 
     dry = True
 
-    def __init__(self, program: Program, tensors: Sequence[Any], size: int, consts: list[Any]):
+    def __init__(
+        self, program: Program, tensors: Sequence[Any], size: int, consts: list[Any], effects: Any,
+        tracker: StorageTracker, full: bool,
+    ) -> None:  # fmt: skip
         self.strict = True
         self.program = program
         self.consts = consts
         self.states = []
         self.size = size
-        self.effects = DRY
+        self.effects = effects
+        self.tracker, self.full = tracker, full
         self.env = {x.number: item for x, item in zip(program.inputs, tensors, strict=True)}
 
-    def places(self, n: int) -> list[tuple[int, int]]:
+    def places(self, n: int) -> Any:
         every = microbatches(n, self.size)
-        return every if len(every) <= 3 else [*every[:2], every[-1]]
+        if self.full:
+            every = [place for place in every if place[1] - place[0] == self.size]
+            return _Phases(self.tracker, every[:3])
+        return _Phases(self.tracker, every if len(every) <= 3 else [*every[:2], every[-1]])
+
+
+class _Phases(list[tuple[int, int]]):
+    """Microbatches that say in the tracker's timeline which of them is at work."""
+
+    def __init__(self, tracker: StorageTracker, places: list[tuple[int, int]]) -> None:
+        super().__init__(places)
+        self.tracker = tracker
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for number in range(len(self)):
+            self.tracker.phase = number
+            yield self[number]
+        self.tracker.phase = OUTSIDE
 
 
 class _Dry:
-    """Stands for random state and effects."""
+    """Stands for random state and effects; a write runs once for each call, as really."""
+
+    def __init__(self, done: Iterable[int]) -> None:
+        self.done = set(done)
 
     def run(self, call: int, *rest: Any) -> Any:
         if len(rest) == 4 and isinstance(rest[0], int):
             _, function, args, kwargs = rest
             return function(*args, **kwargs)
         function, *args = rest
-        return function(*args, first=False)
-
-
-DRY: Any = _Dry()
+        first = call not in self.done
+        self.done.add(call)
+        return function(*args, first=first)
 
 
 def estimate(
     program: Program, forms: Sequence[InputForm], consts: list[Any], size: int, purpose: str,
-    target: int, delivered: bool = False,
+    delivered: bool = False, writes: Writes = NO_WRITES, scratch: bool = True, full: bool = False,
 ) -> Estimate:  # fmt: skip
     """The peak of a run in microbatches of ``size``; N or more is the whole minibatch.
 
-    ``purpose`` is "backward" from root ``target``, or "value" or "graph" of all roots, with the
+    ``purpose`` is "backward" from the first root, or "value" or "graph" of all roots, with the
     backward that may follow. ``delivered``: gradients are computed in full before any is
     handed over, which a split always does and devices that can run out of memory need.
+    ``scratch``: whether the memory that kernels take counts. ``full``: only microbatches of
+    full size, so that what is live at one size is told from what is at two others.
     """
     with LOCK, quiet_fakes(), fakes(), torch.enable_grad():
         tensors = [_fake(form) for form in forms]
-        tracker = StorageTracker()
+        workspaces = KernelScratch() if scratch else None
+        tracker = StorageTracker(workspaces=workspaces, record_timeline=True)
+        tracker.phase = OUTSIDE
         tracker.register([x for x in tensors if isinstance(x, Tensor)])
         # The tracker sees results first: it must not count the fakes that they replace.
         with RealResults(), tracker:
             seed = None
             if purpose == "backward":
-                shape, dtype, device = program.root_metas[target]
+                shape, dtype, device = program.root_metas[0]
                 seed = torch.ones(shape, dtype=dtype, device=device)
+            kept = [tensors[k].detach().clone() for k in writes.kept]
+            effects: Any = _Dry(writes.done)
+            leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
             if size >= program.n:
-                roots = _run_whole(program, tensors, consts)
+                inputs = [x.slice(0, x.n) if isinstance(x, RowSource) else x for x in tensors]
+                roots = list(program.whole(program.n, consts, effects, effects, *inputs))
+                del inputs
             else:
-                run = _DryExecution(program, tensors, size, consts)
+                run = _DryExecution(program, tensors, size, consts, effects, tracker, full)
                 roots = run.run(grad=purpose != "value", gradient=seed)
                 del run
-            leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
-            _differentiate(roots, leaves, seed, target, delivered or size < program.n)
-        return Estimate(tracker.peak_bytes, tracker.peak_calls()[:8])
+                delivered = True
+            forward = len(tracker.timeline)
+            if seed is not None and delivered and roots[0].requires_grad:
+                # All gradients first, then their delivery.
+                found = torch.autograd.grad(roots[0], leaves, seed, allow_unused=True)
+                del kept, found
+            else:
+                del kept
+                _differentiate(roots, seed)
+        most = max(tracker.peak_bytes, tracker.allocator_peak_bytes)
+        calls = tracker.peak_calls()[:8]
+        return Estimate(tracker.peak_bytes, most, calls, tuple(tracker.timeline), forward)
+
+
+def _differentiate(roots: list[Tensor], seed: Tensor | None) -> None:
+    """The backward that follows: from the first root with a ``seed``, else from all."""
+    wanted = [root for root in roots if root.requires_grad]
+    if seed is not None:
+        wanted = wanted[:1] if roots[0].requires_grad else []
+    if wanted:
+        seeds = [seed] if seed is not None else [torch.ones_like(root) for root in wanted]
+        torch.autograd.backward(wanted, seeds)
 
 
 def _fake(form: InputForm) -> Any:
@@ -194,23 +216,3 @@ def _fake(form: InputForm) -> Any:
         if form.has_grad:
             x.grad = torch.empty_like(x)
     return x
-
-
-def _run_whole(program: Program, tensors: list[Any], consts: list[Any]) -> list[Tensor]:
-    inputs = [x.slice(0, x.n) if isinstance(x, RowSource) else x for x in tensors]
-    return list(program.whole(program.n, consts, DRY, DRY, *inputs))
-
-
-def _differentiate(
-    roots: list[Tensor], leaves: list[Tensor], seed: Tensor | None, target: int, delivered: bool
-) -> None:
-    """The backward that follows, as the session does it."""
-    if seed is None:
-        wanted = [root for root in roots if root.requires_grad]
-        if wanted:
-            torch.autograd.backward(wanted, [torch.ones_like(root) for root in wanted])
-    elif roots[target].requires_grad and delivered:
-        # All gradients first, then their delivery.
-        _ = torch.autograd.grad(roots[target], leaves, seed, allow_unused=True)
-    elif roots[target].requires_grad:
-        torch.autograd.backward(roots[target], seed)

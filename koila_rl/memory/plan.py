@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from koila_rl.memory.budget import format_bytes
+from koila_rl.memory.estimate import Estimate
 
 __all__ = ["Pass", "Plan", "Unsplit"]
 
-# A prediction in bytes, made when first asked for.
-Trace = Callable[[], int]
+# A prediction, made when first asked for.
+Trace = Callable[[], Estimate]
+
+_SHOWN_CALLS = 4
 
 
-def nothing() -> int:
-    return 0
+def nothing() -> Estimate:
+    return Estimate()
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over a minibatch: ``count`` microbatches of ``microbatch_size`` samples."""
+    """One pass over a minibatch: ``count`` microbatches of ``microbatch_size`` samples.
+
+    ``name`` is "forward", "backward", or "forward and backward" where one pass does both.
+    """
 
     microbatch_size: int
     count: int
+    name: str = "forward and backward"
     trace: Trace = field(default=nothing, repr=False, compare=False)
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes of live tensors at once."""
-        return self.trace()
+        """Most bytes taken at once in this pass, scratch memory included."""
+        found = self.trace()
+        if self.name == "forward and backward":
+            return found.allocator_bytes
+        return found.part_bytes(self.name == "forward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +62,39 @@ class Plan:
 
     ``peak_bytes`` is ``live_bytes`` (tensors at the update's own worst moment, new gradients
     included) plus ``workspace_bytes`` (scratch memory of kernels); ``resident_bytes`` were
-    there before. ``unsplit`` names the calls that run on the whole minibatch.
+    there before. ``fit`` is the largest microbatch found to fit, which may be more than the
+    even parts that run. ``unsplit`` names the calls that run on the whole minibatch.
     """
 
     batch_size: int
     passes: tuple[Pass, ...]
     budget_bytes: int | None
     trace: Trace = field(default=nothing, repr=False, compare=False)
-    workspace_bytes: int = 0
     resident_bytes: int = 0
     unsplit: tuple[str, ...] = ()
     unsplit_details: tuple[Unsplit, ...] = ()
     limited_by: str = ""
+    fit: int = 0
     # How often the device ran out of memory all the same and the run started again, smaller.
     retries: int = 0
+    # Parts of a microbatch of one sample that are computed again in the backward.
+    parts: int = 1
 
     @property
     def live_bytes(self) -> int:
         """Predicted when asked for, unless the choice needed it: a minibatch that fits many
         times over is not traced before it runs.
         """
-        return self.trace()
+        return self.trace().peak_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What kernels take beyond tensors at the worst moment; zero where it is not known."""
+        return self.trace().workspace_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self.live_bytes + self.workspace_bytes
+        return self.trace().allocator_bytes
 
     @property
     def microbatch_size(self) -> int:
@@ -88,16 +107,8 @@ class Plan:
 
     def summary(self) -> str:
         """One line: "minibatch 4,096 = 8 × 512; update 1.9 of 2.0 GiB, plus 0.6 resident"."""
-        size, count = self.microbatch_size, self.passes[0].count if self.passes else 1
-        rest = self.batch_size - size * (count - 1)
-        if count == 1:
-            how = f"minibatch {self.batch_size:,} whole"
-        elif rest == size:
-            how = f"minibatch {self.batch_size:,} = {count} × {size:,}"
-        else:
-            how = f"minibatch {self.batch_size:,} = {count - 1} × {size:,} + {rest:,}"
-        parts = [how]
-        if self.live_bytes:
+        parts = [f"minibatch {self.batch_size:,}{self._division()}"]
+        if self.peak_bytes:
             amount = format_bytes(self.peak_bytes)
             of = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
             parts.append(f"update {amount}{of}")
@@ -106,11 +117,54 @@ class Plan:
             line += f", plus {format_bytes(self.resident_bytes)} resident"
         return line
 
+    def _division(self) -> str:
+        size, count = self.microbatch_size, self.passes[0].count if self.passes else 1
+        rest = self.batch_size - size * (count - 1)
+        if count == 1:
+            return " whole"
+        if rest == size:
+            return f" = {count} × {size:,}"
+        return f" = {count - 1} × {size:,} + {rest:,}"
+
     def __str__(self) -> str:
-        lines = [self.summary()]
+        rows = [
+            (item.name, f"{item.count:,} × {item.microbatch_size:,}", format_bytes(item.peak_bytes))
+            for item in self.passes
+        ]
+        lines = [self.summary(), *_table(("pass", "microbatches", "peak"), rows)]
+        if self.peak_bytes:
+            scratch = format_bytes(self.workspace_bytes)
+            lines.append(f"  peak: tensors {format_bytes(self.live_bytes)}, kernels {scratch}")
+            calls = self.trace().calls[:_SHOWN_CALLS]
+            lines.append("  at the peak: " + ", ".join(map(str, calls)))
+        if self.budget_bytes:
+            lines.append(f"  budget: {format_bytes(self.budget_bytes)}")
         if self.split and self.limited_by:
             lines.append(f"  split because {self.limited_by}")
         if self.unsplit_details:
             lines.append("  on the whole minibatch:")
             lines += [f"    {detail}" for detail in self.unsplit_details]
         return "\n".join(lines)
+
+    def figure(self, path: str | Path) -> Path:
+        """Write a picture of the bytes over the program, with the budget and the largest calls.
+
+        Returns the path. Needs matplotlib.
+        """
+        # Only here, since nothing else in the engine needs matplotlib.
+        from koila_rl.memory.figure import draw
+
+        return draw(self, Path(path))
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  " + "  ".join(
+            cell.ljust(width) if k == 0 else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (head, *rows)
+    ]  # fmt: skip

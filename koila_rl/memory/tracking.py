@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from koila_rl.memory import bypasses
+from koila_rl.memory.budget import format_bytes
 from koila_rl.memory.storages import (
     is_fresh,
     may_resize,
@@ -21,7 +22,7 @@ from koila_rl.memory.storages import (
 )
 from koila_rl.recording.private import TorchDispatchMode, backward_node
 
-__all__ = ["LiveCall", "StorageListener", "StorageTracker", "Workspaces"]
+__all__ = ["LiveCall", "Moment", "StorageListener", "StorageTracker", "Workspaces", "short_name"]
 
 
 class LiveCall(NamedTuple):
@@ -31,6 +32,19 @@ class LiveCall(NamedTuple):
     """The operator that made it, or the tracker's label at that time."""
     nbytes: int
     """Bytes in whole blocks."""
+
+    def __str__(self) -> str:
+        return f"{short_name(self.name)} {format_bytes(self.nbytes)}"
+
+
+def short_name(maker: object) -> str:
+    """An operator's name without its library and overload.
+
+    >>> short_name("aten.convolution.default"), short_name("my label")
+    ('convolution', 'my label')
+    """
+    name = str(maker)
+    return name.split(".")[1] if name.count(".") == 2 else name
 
 
 class StorageListener(Protocol):
@@ -47,15 +61,21 @@ _UNKNOWN = "not made by an operator here"
 
 
 class Workspaces(Protocol):
-    """What operators take beyond what is seen of their results."""
+    """What operators take beyond their results."""
 
-    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
         """Bytes of scratch memory beyond the results while the call runs."""
 
-    def result_bytes(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
-    ) -> int:
-        """Bytes of a result that a fake kernel left empty."""
+
+class Moment(NamedTuple):
+    """What was taken when a storage came to life, or while an operator ran."""
+
+    live_bytes: int
+    scratch_bytes: int
+    maker: object
+    """The operator, or the tracker's label at that time."""
+    phase: int
+    """The tracker's at that time."""
 
 
 class _Entry(weakref.ref[UntypedStorage]):
@@ -90,9 +110,9 @@ class StorageTracker(TorchDispatchMode):
         follow_fake: whether fake tensors count.
         note_unknown: add up, as ``unknown_bytes``, the storages that operators are given but
             that are not followed.
-        workspaces: what operators take beyond what fake tensors show; raises
-            ``allocator_peak_bytes`` above the peak.
-        record_timeline: keep ``(live_bytes, operator)`` after each call that made a storage.
+        workspaces: what operators take beyond their results; raises ``allocator_peak_bytes``
+            above the peak.
+        record_timeline: keep a ``Moment`` for each storage made and each use of a workspace.
     """
 
     supports_higher_order_operators = True
@@ -118,7 +138,9 @@ class StorageTracker(TorchDispatchMode):
         operator made."""
         self.label: object = None
         """If set, names the storages made from here on instead of their operator."""
-        self.timeline: list[tuple[int, str]] = []
+        self.phase = 0
+        """Kept in the timeline; whoever runs the program says what it means."""
+        self.timeline: list[Moment] = []
         self._listener = listener
         self._follow_fake = follow_fake
         self._note_unknown = note_unknown
@@ -238,7 +260,7 @@ class StorageTracker(TorchDispatchMode):
             tensors = tensors_in(*out)
         else:
             tensors = ()
-        for index, tensor in enumerate(tensors):
+        for tensor in tensors:
             storage = storage_of(tensor)
             if (
                 storage is not None
@@ -247,16 +269,18 @@ class StorageTracker(TorchDispatchMode):
                 and is_fresh(storage, func, args, kwargs)
             ):
                 nbytes = storage.nbytes()
-                if nbytes == 0 and self._workspaces is not None:
-                    nbytes = self._workspaces.result_bytes(func, args, kwargs, index)
                 if func is torch.ops.aten.add.Tensor:
                     self._replace_gradient(args, nbytes)
-                self._follow(storage, func, nbytes=nbytes)
+                self._follow(storage, func)
         if before is not None:
             self._see_resizes(func, args, kwargs, before)
         if self._workspaces is not None:
-            needed = self.live_bytes + self._workspaces.of(func, args, kwargs)
-            self.allocator_peak_bytes = max(self.allocator_peak_bytes, needed)
+            scratch = self._workspaces.of(func, args, kwargs, out)
+            if scratch:
+                needed = self.live_bytes + scratch
+                self.allocator_peak_bytes = max(self.allocator_peak_bytes, needed)
+                if self._record_timeline:
+                    self.timeline.append(Moment(self.live_bytes, scratch, func, self.phase))
 
     def _replace_gradient(self, args: tuple[Any, ...], nbytes: int) -> None:
         """Let a sum of gradients take the place of the first, as without a dispatch mode.
@@ -331,7 +355,6 @@ class StorageTracker(TorchDispatchMode):
         storage: UntypedStorage,
         maker: object,
         unbilled: int = 0,
-        nbytes: int | None = None,
     ) -> None:
         raw = storage.nbytes()
         entry = _Entry(storage, self._on_death)
@@ -343,7 +366,7 @@ class StorageTracker(TorchDispatchMode):
         entry.birth = self._clock
         self._entries[entry.key] = entry
         try:
-            self._bill(entry, max(0, round_to_block(raw if nbytes is None else nbytes) - unbilled))
+            self._bill(entry, max(0, round_to_block(raw) - unbilled))
         except BaseException:
             self._entries.pop(entry.key, None)
             raise
@@ -360,7 +383,7 @@ class StorageTracker(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self._take_peak()
         if self._record_timeline:
-            self.timeline.append((self.live_bytes, str(entry.maker)))
+            self.timeline.append(Moment(self.live_bytes, 0, entry.maker, self.phase))
 
     def _unbill(self, entry: _Entry) -> None:
         if not entry.nbytes:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from koila_rl.errors import UnsupportedError
-from koila_rl.memory.tracking import StorageTracker
-from koila_rl.memory.workspace import OperatorWorkspaces, allocator_peak, measure_workspace
-from koila_rl.recording.private import FakeTensorMode
+from koila_rl.memory.workspace import allocator_peak, measure_workspace
 
 MIB = 1 << 20
 
@@ -110,80 +106,3 @@ def test_an_error_passes_and_leaves_no_profiler_behind():
     with pytest.raises(RuntimeError, match="mine"):
         allocator_peak(run)
     assert allocator_peak(lambda: None) == (0, "")
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.layer = kind(32, 64, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        features: torch.Tensor = self.layer(x)[0]
-        return features
-
-
-def residual() -> nn.Module:
-    block = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
-    return nn.Sequential(*block, nn.MaxPool2d(2), nn.Conv2d(16, 16, 3), nn.Flatten())
-
-
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256)), (64,)),
-    "nature cnn": (nature_cnn, (4, 84, 84)),
-    "residual": (residual, (3, 32, 32)),
-    "gru": (lambda: Recurrent(nn.GRU), (20, 32)),
-    "lstm": (lambda: Recurrent(nn.LSTM), (20, 32)),
-    "attention": (lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), (32, 64)),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_fake_runs_tell_the_allocators_peak_at_other_sizes(name: str):
-    """Measured with 16 samples and, for what does not depend on their number, with 24."""
-    build, shape = NETWORKS[name]
-    network, workspaces = build(), OperatorWorkspaces()
-
-    def update(network: nn.Module, x: torch.Tensor) -> None:
-        network(x).pow(2).mean().backward()
-
-    update(network, torch.ones(2, *shape))  # libraries set themselves up
-    network.zero_grad()
-    for n in (16, 24):
-        workspaces.measure(lambda n=n: update(network, torch.ones(n, *shape)))
-        network.zero_grad()
-    for n in (8, 16, 48):
-        network.zero_grad()
-        real, _ = allocator_peak(lambda n=n: update(network, torch.ones(n, *shape)))
-        with FakeTensorMode():
-            fake, x = build(), torch.ones(n, *shape)
-            with StorageTracker(workspaces=workspaces) as tracker:
-                x = x + 0  # the real run makes its samples too
-                update(fake, x)
-        assert tracker.allocator_peak_bytes == pytest.approx(real, rel=0.02)
-        assert tracker.allocator_peak_bytes >= tracker.peak_bytes
-
-
-def test_workspaces_of_sizes_not_measured():
-    workspaces = OperatorWorkspaces()
-    invert, multiply = torch.ops.aten.linalg_inv_ex.default, torch.ops.aten.mm.default
-
-    def at(*shape: int) -> int:
-        return workspaces.of(invert, (torch.ones(shape),), {})
-
-    workspaces.measure(lambda: torch.linalg.inv(torch.eye(64).expand(8, 64, 64)))
-    one = at(8, 64, 64)
-    assert one > 0
-    assert at(24, 64, 64) == 3 * one
-    workspaces.measure(lambda: torch.linalg.inv(torch.eye(64).expand(16, 64, 64)))
-    two = at(16, 64, 64)
-    assert at(24, 64, 64) == two + (two - one)
-    assert at(24, 64, 65) == at(64, 64) == 0
-    assert workspaces.of(multiply, (torch.ones(64, 64), torch.ones(64, 64)), {}) == 0
-
-
-def test_measuring_leaves_an_active_profiler_alone():
-    with (
-        profile(activities=[ProfilerActivity.CPU]),
-        pytest.raises(UnsupportedError, match="profiler is active"),
-    ):
-        OperatorWorkspaces().measure(lambda: None)
