@@ -31,7 +31,7 @@ __all__ = ["SUPPORTED", "attach", "detach", "wrap_sb3"]
 SUPPORTED = ("PPO", "A2C", "DQN", "SAC", "TD3", "DDPG", "RecurrentPPO", "QRDQN", "TQC")
 """The algorithms of Stable-Baselines3 and of its contrib package that ``attach`` takes."""
 
-TESTED = {"stable-baselines3": ("2.9", "2.10"), "sb3-contrib": ("2.9", "2.10")}
+TESTED = {"stable-baselines3": ("2.7", "2.10"), "sb3-contrib": ("2.7", "2.10")}
 
 
 def attach(
