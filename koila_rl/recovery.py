@@ -15,6 +15,7 @@ import torch
 
 from koila_rl.engine.program import Bound
 from koila_rl.engine.replay import failed_call
+from koila_rl.engine.segments import most_parts
 from koila_rl.errors import InsufficientMemoryError
 from koila_rl.memory.budget import budget_bytes
 from koila_rl.memory.plan import Plan
@@ -43,14 +44,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(t in str(error).lower() for t in _TEXTS)
 
 
-def run_smaller(bound: Bound, size: int, attempt: Callable[[int], T]) -> tuple[T, int, int]:
-    """``attempt(size)``; after an out-of-memory error again with half the size, down to one.
+def run_smaller(
+    bound: Bound, size: int, parts: int, attempt: Callable[[int, int], T], differentiated: bool
+) -> tuple[T, int, int, int]:
+    """``attempt(size, parts)``; after an out-of-memory error again with half the size.
 
-    Random states and buffers are rolled back before each further attempt, so the run ends as
-    one at the size finally used. Returns the result, that size and the number of failures.
+    Where one sample does not fit, its stages run in ``parts`` that are computed again in the
+    backward, in ever more of them. Random states and buffers are rolled back before each further
+    attempt, so the run ends as one at the size finally used. Returns the result, that size and
+    number of parts, and the number of failures.
 
     Raises:
-        InsufficientMemoryError: one sample does not fit either; chained to the last error.
+        InsufficientMemoryError: one sample in many parts does not fit either; chained to the
+            last error.
     """
     failures = 0
     while True:
@@ -58,7 +64,7 @@ def run_smaller(bound: Bound, size: int, attempt: Callable[[int], T]) -> tuple[T
         failure: BaseException | None = None
         try:
             before = _Snapshot(bound)
-            return attempt(size), size, failures
+            return attempt(size, parts), size, parts, failures
         except BaseException as error:
             if not is_out_of_memory(error):
                 # As if it had not been run, also where somebody interrupted it.
@@ -72,13 +78,17 @@ def run_smaller(bound: Bound, size: int, attempt: Callable[[int], T]) -> tuple[T
             before.restore()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if size <= 1 or bound.program.n <= 1 or not any(bound.program.stages):
+        smallest = size <= 1 or bound.program.n <= 1 or not any(bound.program.stages)
+        if smallest and differentiated and parts < most_parts(bound.program):
+            parts *= 2
+        elif smallest:
             raise InsufficientMemoryError(
                 f"the device ran out of memory with {size:,} of {bound.program.n:,} samples at a "
                 f"time ({failure}). No gradient has changed. Free memory on the device, or make "
                 "the network or the observation smaller."
             ) from failure
-        size = max(1, min(size, bound.program.n) // 2)
+        else:
+            size = max(1, min(size, bound.program.n) // 2)
 
 
 def _name_place(error: BaseException, bound: Bound) -> None:
@@ -98,25 +108,27 @@ class Failure:
 
     size: int
     used: int
+    parts: int
     free_bytes: int
     needed_bytes: int
 
 
-def size_to_try(bound: Bound, size: int) -> int:
-    """``size``, or the one that ran last time where this failed and no memory has come back."""
+def size_to_try(bound: Bound, size: int, parts: int) -> tuple[int, int]:
+    """``size`` and ``parts``, or what ran last time where these failed and no memory came back."""
     failure: Failure | None = bound.program.failure
     if failure is None or size < failure.size:
-        return size
+        return size, parts
     free = _free_bytes(bound)
     if free > failure.free_bytes and free >= failure.needed_bytes:
         bound.program.failure = None
-        return size
-    return min(size, failure.used)
+        return size, parts
+    return min(size, failure.used), max(parts, failure.parts)
 
 
-def remember_failure(bound: Bound, plan: Plan, size: int, used: int) -> None:
+def remember_failure(bound: Bound, plan: Plan, size: int, used: int, parts: int) -> None:
     """The next update need not run into the same error."""
-    bound.program.failure = Failure(size, used, _free_bytes(bound), plan.peak_bytes)
+    failure = Failure(size, used, parts, _free_bytes(bound), plan.peak_bytes)
+    bound.program.failure = failure
 
 
 def _free_bytes(bound: Bound) -> int:

@@ -230,13 +230,13 @@ def run_values(node: Node, live: Live) -> None:
     """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
     with _gather([node], live, None, "value", False) as (bound, plan, checks, some_known):
 
-        def attempt(size: int) -> tuple[list[Tensor], bool]:
+        def attempt(size: int, parts: int) -> tuple[list[Tensor], bool]:
             with _checks_first(checks), neutral():
                 if size >= bound.program.n:
                     return run_whole(bound), not some_known
                 return Execution(bound, size).run(grad=False), False
 
-        results, graph = _run(bound, plan, attempt)
+        results, graph = _run(bound, plan, attempt, False)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=graph)
     _verify_checks(checks)
@@ -250,13 +250,13 @@ def run_graph(
         if plan.split and (whole or cuts):
             plan = _whole_for_double_backward(bound, plan)
 
-        def attempt(size: int) -> tuple[list[Tensor], bool]:
+        def attempt(size: int, parts: int) -> tuple[list[Tensor], bool]:
             with _checks_first(checks), neutral(), torch.enable_grad():
-                if size >= bound.program.n:
+                if size >= bound.program.n and parts == 1:
                     return run_whole(bound), True
-                return Execution(bound, size, strict=False).run(grad=True), False
+                return Execution(bound, size, strict=False, parts=parts).run(grad=True), False
 
-        results, every = _run(bound, plan, attempt)
+        results, every = _run(bound, plan, attempt, True)
         wanted = {id(node) for node in nodes}
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=every or id(root) in wanted)
@@ -290,21 +290,23 @@ def _run_backward(
 ) -> None:
     node = bound.roots[0]
 
-    def attempt(size: int) -> list[Outcome]:
+    def attempt(size: int, parts: int) -> list[Outcome]:
         with _checks_first(checks), neutral(), torch.enable_grad():
-            whole = size >= bound.program.n
+            whole = size >= bound.program.n and parts == 1
             if whole and (keep or create_graph or not _may_fail(bound)):
                 return _outcomes(bound, run_whole(bound), checks, lambda root: True)
             same = _same_graph(node)
             if keep:
-                results = Execution(bound, size).run(grad=True, gradient=seed)
+                results = Execution(bound, size, parts=parts).run(grad=True, gradient=seed)
                 return _outcomes(bound, results, checks, same)
             inputs = _whole_inputs(bound) if whole else real_inputs(bound)
             inputs, leaves, originals = aliases_of(inputs)
             if whole:
                 results = run_whole(bound, inputs)
             else:
-                results = Execution(bound, size, inputs=inputs).run(grad=True, gradient=seed)
+                run = Execution(bound, size, inputs=inputs, parts=parts)
+                results = run.run(grad=True, gradient=seed)
+                del run
             grads: list[Tensor | None] = []
             if results[0].requires_grad:
                 grads += torch.autograd.grad(results[0], leaves, seed, allow_unused=True)
@@ -316,7 +318,7 @@ def _run_backward(
                     for root, x in zip(bound.roots, outcomes, strict=True)]  # fmt: skip
             return [(outcomes[0][0], deliver(outcomes[0][0], grads, originals)), *used[1:]]
 
-    for root, (value, attached) in zip(bound.roots, _run(bound, plan, attempt), strict=True):
+    for root, (value, attached) in zip(bound.roots, _run(bound, plan, attempt, True), strict=True):
         root.value = value
         if attached is not None:
             root.attached = attached
@@ -346,20 +348,20 @@ def _same_graph(node: Node) -> Callable[[Node], bool]:
     return lambda root: root is node or bool(shared & _differentiable_calls(root))
 
 
-def _run(bound: Bound, plan: Plan, attempt: Callable[[int], T]) -> T:
+def _run(bound: Bound, plan: Plan, attempt: Callable[[int, int], T], differentiated: bool) -> T:
     """Run at the planned size, or smaller where the device runs out of memory all the same."""
-    size = plan.microbatch_size if plan.split else max(bound.program.n, 1)
-    size = size_to_try(bound, size)
-    result, used, failures = run_smaller(bound, size, attempt)
+    planned = plan.microbatch_size if plan.split else max(bound.program.n, 1)
+    size, parts = size_to_try(bound, planned, plan.parts)
+    result, used, in_parts, failures = run_smaller(bound, size, parts, attempt, differentiated)
     restart()
     if deferred.any_pending():
         deferred.prune()
     if failures:
-        remember_failure(bound, plan, size, used)
-    if used != (plan.microbatch_size if plan.split else max(bound.program.n, 1)):
+        remember_failure(bound, plan, planned, used, in_parts)
+    if (used, in_parts) != (planned, plan.parts):
         count = -(-plan.batch_size // used)
         passes = tuple(replace(item, microbatch_size=used, count=count) for item in plan.passes)
-        plan = replace(plan, passes=passes, retries=failures)
+        plan = replace(plan, passes=passes, parts=in_parts, retries=failures)
     _note(plan, bound)
     return result
 

@@ -270,4 +270,7 @@ def _stage(
     }
     row_list = [(v, layout, prefix) for v, (layout, prefix) in rows]
     body = compile_stage(steps, [], outputs, offsets, names, len(rows), len(whole))
-    return Stage(level, n, steps, row_list, list(whole), outputs, reductions, layouts, grads, body)
+    return Stage(
+        level, n, steps, row_list, list(whole), outputs, reductions, layouts, grads, body,
+        (names, offsets),
+    )  # fmt: skip

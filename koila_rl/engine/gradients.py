@@ -19,8 +19,10 @@ from torch import Tensor
 from koila_rl.engine.program import Bound, Program, Stage
 from koila_rl.engine.replay import Effects, Randomness
 from koila_rl.engine.rows import RowSource, real_inputs
+from koila_rl.engine.segments import in_parts
+from koila_rl.engine.totals import Totals
 from koila_rl.engine.turns import pause
-from koila_rl.recording.layouts import Layout, join_into, slice_rows
+from koila_rl.recording.layouts import join_into, slice_rows
 
 __all__ = ["Execution", "RowSource", "microbatches", "real_inputs", "turns"]
 
@@ -34,9 +36,7 @@ def turns(program: Program, size: int) -> int:
     """How often a backward in microbatches of ``size`` may pause."""
     total = 0
     for stage in (stage for level in program.stages for stage in level):
-        if any(s.requires_grad for s in stage.steps) and any(
-            map(stage.requires_grad.get, stage.outputs)
-        ):
+        if stage.differentiable:
             passes = 1 if set(program.fused or ()) & set(stage.outputs) else 2
             total += passes * len(microbatches(stage.n, size))
     return total
@@ -47,12 +47,16 @@ class Execution:
 
     # On fake tensors nothing can be compared.
     dry = False
+    # Parts of a stage of which nothing is kept for the backward; 1 keeps all, as usual.
+    parts = 1
 
     def __init__(
-        self, bound: Bound, size: int, strict: bool = True, inputs: Sequence[Any] | None = None
-    ) -> None:
+        self, bound: Bound, size: int, strict: bool = True, inputs: Sequence[Any] | None = None,
+        parts: int = 1,
+    ) -> None:  # fmt: skip
         # A strict run may be gone through backward once, like any graph of PyTorch.
         self.strict = strict
+        self.parts = parts
         self.program = bound.program
         self.consts = bound.consts
         self.states = [call.state for call in bound.calls]
@@ -159,7 +163,7 @@ class StageRun:
         self.states = execution.states
         self.effects = execution.effects
         self.places = execution.places(stage.n)
-        self.strict, self.dry = execution.strict, execution.dry
+        self.strict, self.dry, self.parts = execution.strict, execution.dry, execution.parts
         env = execution.env
         self.rows = [(env[v], layout, prefix) for v, layout, prefix in stage.rows]
         self.wholes = [execution.whole(v) for v in stage.whole]
@@ -218,7 +222,9 @@ class StageRun:
 
     def body(self, start: int, stop: int, rows: Sequence[Any], wholes: Sequence[Any]) -> Any:
         randomness = self.effects if self.dry else Randomness(self.states, start, stop)
-        return self.stage.body(stop - start, self.consts, randomness, self.effects, *rows, *wholes)
+        again = self.parts > 1 and torch.is_grad_enabled()
+        code = in_parts(self.stage, self.parts) if again else self.stage.body
+        return code(stop - start, self.consts, randomness, self.effects, *rows, *wholes)
 
     def forward(self) -> tuple[Tensor, ...]:
         """All microbatches without gradients."""
@@ -293,59 +299,6 @@ class StageRun:
             if whole is None:
                 whole = buffers[number] = torch.zeros_like(x)
             join_into(whole, grad, layout, self.stage.n, start, stop)
-
-
-class Totals:
-    """Outputs of a stage as microbatches come in: sums, stacked partials, joined rows."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.values: list[Any] = [None] * len(stage.outputs)
-
-    def add(self, outs: Sequence[Tensor], start: int, stop: int) -> None:
-        for k, (v, out) in enumerate(zip(self.stage.outputs, outs, strict=True)):
-            reduction = self.stage.reductions.get(v)
-            if reduction is None and v not in self.stage.layouts:
-                self.values[k] = out  # the same for every microbatch, as an empty buffer
-            elif reduction is None:
-                self.values[k] = self.joined(self.values[k], out, v, start, stop)
-            elif reduction.combine is not None:
-                self.values[k] = [*(self.values[k] or ()), out]
-            else:
-                # A mean is the sum divided once: as exact as eager's, also in low precision.
-                part = out * (stop - start) if reduction.weight == "mean" else out
-                whole = self.values[k]
-                self.values[k] = part.clone() if whole is None else whole.add_(part)
-
-    def joined(self, whole: Tensor | None, out: Tensor, v: int, start: int, stop: int) -> Tensor:
-        layout, n = self.stage.layouts[v], self.stage.n
-        if stop - start == n:
-            return out
-        if whole is None:
-            whole = _empty_whole(out, layout, n)
-        join_into(whole, out, layout, n, start, stop)
-        return whole
-
-    def finish(self) -> tuple[Tensor, ...]:
-        return tuple(
-            self.finished(v, x) for v, x in zip(self.stage.outputs, self.values, strict=True)
-        )
-
-    def finished(self, v: int, x: Any) -> Tensor:
-        if isinstance(x, list):
-            return torch.stack(x)
-        reduction = self.stage.reductions.get(v)
-        whole: Tensor = x
-        return whole / self.stage.n if reduction and reduction.weight == "mean" else whole
-
-
-def _empty_whole(rows: Tensor, layout: Layout, n: int) -> Tensor:
-    """Room for all rows, in the memory order of one microbatch."""
-    shape = list(rows.shape)
-    shape[layout.dim] = layout.factor * n
-    strides = rows.stride()
-    order = sorted(range(rows.ndim), key=lambda d: (-strides[d], d))
-    return torch.empty_permuted(shape, order, dtype=rows.dtype, device=rows.device)
 
 
 class StageFunction(torch.autograd.Function):

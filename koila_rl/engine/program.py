@@ -46,6 +46,16 @@ class Stage:
     layouts: dict[int, Layout]
     requires_grad: dict[int, bool]
     body: Body
+    # How operands are named in the code, and where each call's constants begin.
+    code: tuple[list[dict[int, Any]], list[int]]
+    # The code in parts that are computed again in the backward, by their number.
+    bodies: dict[int, Body] = field(default_factory=dict)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients can go through the stage."""
+        wanted = any(self.requires_grad.get(v, False) for v in self.outputs)
+        return wanted and any(step.requires_grad for step in self.steps)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from koila_rl.recording.sizes import BatchInt
 from koila_rl.recording.template import Const, Ref
@@ -94,6 +95,24 @@ class _Writer:
         self.names: dict[str, Any] = {"torch": torch}
         self.known: dict[int, str] = {}
         self.context: str | None = None
+        self.indent = ""
+
+    def open(self, head: str) -> None:
+        """Begin a function inside the body."""
+        self.lines.append(head)
+        self.calls.append(-1)
+        self.indent, self.context = "    ", None
+
+    def close(self, given: Sequence[str], call: str, gone: Sequence[str]) -> None:
+        """End the function, call it, and let go of what it was the last to use."""
+        self.names["again"] = compute_again
+        lines = ["    return (" + "".join(f"{v}, " for v in given) + ")"]
+        lines.append(f"{''.join(f'{v}, ' for v in given)}= {call}" if given else call)
+        gone = [ref for ref in gone if ref[0] in "vr"]
+        lines += ["del " + ", ".join(gone)] if gone else []
+        self.lines += lines
+        self.calls += [-1] * len(lines)
+        self.indent, self.context = "", None
 
     def hoist(self, value: Any) -> str:
         name = self.known.get(id(value))
@@ -190,7 +209,7 @@ def _write_block(writer: _Writer, context: str | None, lines: list[str], call: i
         lines = [f"    {line}" for line in lines]
         if writer.context != context:
             lines.insert(0, context)
-    writer.lines += lines
+    writer.lines += [writer.indent + line for line in lines]
     writer.calls += [call] * len(lines)
     writer.context = context
 
@@ -217,11 +236,13 @@ def compile_stage(
     names: Sequence[dict[int, Any]] | None = None,
     rows: int = 0,
     whole: int = 0,
+    cuts: Sequence[int] = (),
 ) -> Body:
     """Code for a run of steps: ``body(n, c, rnd, effects, *inputs) -> outputs``.
 
     With ``names``, inputs are the slices of row inputs, then whole inputs, as the stage says;
-    without, they are the values ``inputs``.
+    without, they are the values ``inputs``. With ``cuts``, numbers of steps, the parts between
+    them keep nothing for the backward and are computed again there.
     """
     writer = _Writer()
     refs_of: list[list[str]] = []
@@ -233,25 +254,52 @@ def compile_stage(
                             for k in range(len(step.operands))])  # fmt: skip
     kept = {f"v{v}" for v in outputs}
     last = {ref: number for number, refs in enumerate(refs_of) for ref in refs}
-    for number, step in enumerate(steps):
-        targets = [f"v{v}" for v in step.outputs]
-        lines = _step_lines(writer, step, number, refs_of[number], targets, offsets)
-        if names is None:
-            # Global steps see the whole minibatch.
-            lines.insert(0, f"n = {step.n}")
-        dead = [ref for ref in dict.fromkeys(refs_of[number])
-                if last[ref] == number and ref not in kept and ref[0] in "vr"]  # fmt: skip
-        dead += [t for t in dict.fromkeys(targets) if t not in last and t not in kept]
-        if dead:
-            lines.append("del " + ", ".join(dead))
-        cast = step.autocast if step.step.autocast is None else None
-        _write_block(writer, _context(writer, step.grad, cast), lines, step.call)
+    ends = [*cuts, len(steps)]
+    start = 0
+    for part, end in enumerate(ends):
+        made = [f"v{v}" for step in steps[start:end] for v in step.outputs]
+        taken = dict.fromkeys(ref for refs in refs_of[start:end] for ref in refs if ref not in made)
+        if cuts:
+            writer.open(f"def part{part}({', '.join(taken)}):")
+        for number in range(start, end):
+            step = steps[number]
+            targets = [f"v{v}" for v in step.outputs]
+            lines = _step_lines(writer, step, number, refs_of[number], targets, offsets)
+            if names is None:
+                # Global steps see the whole minibatch.
+                lines.insert(0, f"n = {step.n}")
+            lines += _forget(refs_of[number], targets, last, kept, number)
+            cast = step.autocast if step.step.autocast is None else None
+            _write_block(writer, _context(writer, step.grad, cast), lines, step.call)
+        if cuts:
+            given = [v for v in dict.fromkeys(made) if v in kept or last.get(v, -1) >= end]
+            gone = [ref for ref in taken if last[ref] < end and ref not in kept]
+            writer.close(given, f"again(part{part}, {', '.join(taken)})", gone)
+        start = end
     writer.lines.append("return (" + "".join(f"v{v}, " for v in outputs) + ")")
     if names is None:
         params = [f"v{v}" for v in inputs]
     else:
         params = [f"r{k}" for k in range(rows)] + [f"w{k}" for k in range(whole)]
     return writer.finish(", ".join(["n", "c", "rnd", "effects", *params]))
+
+
+def _forget(
+    refs: Sequence[str], targets: Sequence[str], last: dict[str, int], kept: set[str], number: int
+) -> list[str]:
+    """The line that lets go of what step ``number`` was the last to use."""
+    dead = [ref for ref in dict.fromkeys(refs)
+            if last[ref] == number and ref not in kept and ref[0] in "vr"]  # fmt: skip
+    dead += [t for t in dict.fromkeys(targets) if t not in last and t not in kept]
+    return ["del " + ", ".join(dead)] if dead else []
+
+
+def compute_again(part: Callable[..., Any], *tensors: Any) -> Any:
+    """``part(*tensors)``, which keeps only its inputs and runs once more in the backward."""
+    if not torch.is_grad_enabled():
+        return part(*tensors)
+    # Random states are kept by call and microbatch already.
+    return checkpoint(part, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def _step_lines(
