@@ -15,7 +15,7 @@ from koila_rl.engine.binding import bind
 from koila_rl.engine.segments import cut_points, in_parts, most_parts
 from tests.test_recovery import Clipped, Cuts, FailAt, WithNorm
 
-N, WIDTH, ROWS = 3, 32, 512
+N, WIDTH, ROWS = 3, 32, 256
 
 
 class Deep(nn.Module):
@@ -45,7 +45,7 @@ def samples() -> Tensor:
 
 def test_a_network_of_which_one_sample_does_not_fit_trains_in_a_quarter() -> None:
     torch.manual_seed(0)
-    module = Deep().double()
+    module = Deep(64).double()
     twin = copy.deepcopy(module)
     with koila_rl.limits(microbatch=1):
         torch.manual_seed(1)
