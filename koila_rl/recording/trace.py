@@ -104,8 +104,11 @@ def quiet_fakes() -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
+    grad = torch.is_grad_enabled()
     try:
-        yield
+        # Where inference is on, some calls do not decompose, and would count as unknown.
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+            yield
     finally:
         log.disabled = before
 
