@@ -114,21 +114,25 @@ def fill(steps: int, storage: Path | str) -> koila_rl.RolloutBuffer:
     return rollout
 
 
-def update(policy: Policy, rollout: koila_rl.RolloutBuffer, memory: str) -> tuple[float, int, int]:
-    """Seconds, tracked peak and growth of resident memory of one update of the whole rollout."""
+def update(policy: Policy, rollout: koila_rl.RolloutBuffer, memory: str) -> None:
     policy.zero_grad()
-    start = time.perf_counter()
-    tracker = StorageTracker(follow_fake=False)
-    with koila_rl.limits(memory=memory), Resident() as growth, tracker as tracked:
+    with koila_rl.limits(memory=memory):
         (part,) = rollout.minibatches(rollout.n_steps * N_ENVS)
         loss(policy, part).backward()
-    return time.perf_counter() - start, tracked.peak_bytes, growth.growth
+
+
+def timed(policy: Policy, rollout: koila_rl.RolloutBuffer, memory: str) -> tuple[float, float]:
+    """Wall and processor seconds of one update of the whole rollout."""
+    start = time.perf_counter(), time.process_time()
+    update(policy, rollout, memory)
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1024)
     parser.add_argument("--memory", default="512MiB")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=None, help="where the files are made")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -136,22 +140,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rollout = fill(options.steps, Path(folder) / "rollout")
         print(f"{options.steps * N_ENVS:,} observations, {rollout.nbytes / 2**30:.2f} GiB on disk")
-        seconds, peak, growth = update(policy, rollout, options.memory)
+        with Resident() as growth, StorageTracker(follow_fake=False) as tracked:
+            update(policy, rollout, options.memory)
         print(koila_rl.last_plan())
-        print(f"tracked peak {peak / mib:.0f} MiB, resident memory grew by {growth / mib:.0f} MiB")
+        peak, grown = tracked.peak_bytes / mib, growth.growth / mib
+        print(f"tracked peak {peak:.0f} MiB, resident memory grew by {grown:.0f} MiB", flush=True)
         ours, expected = gradients(policy), by_hand(policy, rollout)
         worst = max(
             float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, expected, strict=True)
         )
-        print(f"gradient off by {worst:.1e} of the largest element")
-        asked = rollout.nbytes
-        del rollout
-    print(f"memory map {seconds:.1f} s", end="")
-    if asked < 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"):
-        in_ram, _, _ = update(policy, fill(options.steps, "ram"), options.memory)
-        print(f", RAM {in_ram:.1f} s: {seconds / in_ram:.2f} times")
-    else:
-        print("; too little RAM to compare")
+        print(f"gradient off by {worst:.1e} of the largest element", flush=True)
+        if rollout.nbytes > 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"):
+            print("too little RAM to compare")
+            return
+        in_ram = fill(options.steps, "ram")
+        for _ in range(options.repeats):
+            disk = timed(policy, rollout, options.memory)
+            ram = timed(policy, in_ram, options.memory)
+            print(
+                f"memory map {disk[0]:.1f} s ({disk[1]:.1f} s of processors), RAM {ram[0]:.1f} s "
+                f"({ram[1]:.1f} s): {disk[0] / ram[0]:.2f} times ({disk[1] / ram[1]:.2f})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
