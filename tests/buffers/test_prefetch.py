@@ -111,7 +111,7 @@ def test_the_plan_is_the_tracked_peak(storage: str, transform: Any, microbatch: 
     plan = koila_rl.last_plan()
     assert plan is not None
     assert plan.split
-    assert plan.peak_bytes == tracked.peak_bytes
+    assert plan.live_bytes == tracked.peak_bytes
 
 
 def test_what_fails_in_the_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,3 +164,17 @@ def test_recovery_lets_rows_go_that_were_read_ahead(monkeypatch: pytest.MonkeyPa
     plan = koila_rl.last_plan()
     assert plan is not None
     assert (plan.retries, plan.passes[0].microbatch_size) == (1, 8)
+
+
+def test_rows_are_fetched_ahead_under_inference_mode(gathers: list[tuple[str, int, int]]) -> None:
+    buffer, module = rollout(), network()
+    (part,) = buffer.minibatches(N)
+    gathers.clear()
+    with koila_rl.limits(microbatch=16), torch.inference_mode():
+        total = module(part["image"]).sum().item()
+    plan = koila_rl.last_plan()
+    assert plan is not None
+    assert not plan.unsplit
+    assert [stop for _, _, stop in gathers] == [16, 32, 48, 50]
+    images = buffer.data["image"].flatten(0, 1)
+    assert total == pytest.approx(module(images).sum().item(), rel=1e-4)
