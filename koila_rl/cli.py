@@ -57,6 +57,8 @@ class Evaluate:
     """How many."""
     seed: int = 0
     """Of the environments."""
+    video: Path | None = None
+    """File, .gif or .mp4, into which one more episode is filmed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,6 +132,7 @@ def _evaluate(command: Evaluate) -> int:
         command.episodes,
         command.seed,
         env_kwargs=config["env_kwargs"],
+        video=command.video,
     )
     print(f"{config['env']}: {result}")
     return 0

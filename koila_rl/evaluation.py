@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,8 +60,11 @@ def evaluate(
     *,
     deterministic: bool = True,
     env_kwargs: dict[str, Any] | None = None,
+    video: str | Path | None = None,
 ) -> Evaluation:
     """Play ``episodes`` whole episodes of ``env``, up to 20 side by side.
+
+    ``video`` is a file, ``.gif`` or ``.mp4``, into which one more episode is filmed.
 
     Each environment plays a number of episodes fixed beforehand. Taking the first ones to finish
     instead would prefer short episodes.
@@ -87,6 +91,10 @@ def evaluate(
                 if quota[i] > 0:
                     quota[i] -= 1
                     played.append(episode)
+    if video is not None:
+        from koila_rl.video import record
+
+        record(agent, env, video, seed=seed, deterministic=deterministic, env_kwargs=env_kwargs)
     return Evaluation(
         tuple(episode.total_reward for episode in played),
         tuple(episode.length for episode in played),

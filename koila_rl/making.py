@@ -9,11 +9,12 @@ from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from koila_rl.errors import ConfigurationError, EnvironmentFailedError, MissingDependencyError
 
-__all__ = ["EnvironmentLike", "make_vector"]
+__all__ = ["EnvironmentLike", "make_rendering", "make_vector"]
 
 EnvironmentLike: TypeAlias = (
     "str | gym.Env[Any, Any] | Callable[[], gym.Env[Any, Any]] | VectorEnv[Any, Any, Any]"
@@ -58,6 +59,26 @@ def make_vector(
         f"env is {env!r}, which is neither a name, an environment, a function that makes one, "
         "nor a vector environment"
     )
+
+
+def make_rendering(env: EnvironmentLike, env_kwargs: dict[str, Any]) -> gym.Env[Any, Any]:
+    """One environment that renders pictures: named, given, or from a factory.
+
+    Raises:
+        ConfigurationError: A vector environment was given, or the name is unknown.
+    """
+    if isinstance(env, str):
+        if env.startswith("ALE/"):
+            raise ConfigurationError(
+                f"{env} is learned in vectorised form, which does not render; hand over a factory"
+            )
+        _spec(env)
+        return gym.make(env, render_mode="rgb_array", **env_kwargs)
+    if isinstance(env, gym.Env):
+        return env
+    if isinstance(env, VectorEnv) or not callable(env):
+        raise ConfigurationError(f"{env!r} cannot be filmed; name the environment or a factory")
+    return env()
 
 
 class _Named(gym.Wrapper[Any, Any, Any, Any]):
@@ -107,12 +128,7 @@ def _vector(
 def _make_registered(
     name: str, n_envs: int, env_kwargs: dict[str, Any], vectorization: str
 ) -> VectorEnv[Any, Any, Any]:
-    if name.startswith("ALE/"):
-        _register_atari(name)
-    try:
-        spec = gym.spec(name)
-    except gym.error.Error as error:
-        raise ConfigurationError(_unknown_environment(name)) from error
+    spec = _spec(name)
     try:
         if spec.vector_entry_point is not None and not spec.additional_wrappers:
             return gym.make_vec(name, n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
@@ -121,6 +137,15 @@ def _make_registered(
         raise MissingDependencyError(f"environment {name!r} cannot be made: {error}") from error
     except (gym.error.Error, ImportError, TypeError) as error:
         raise ConfigurationError(f"environment {name!r} cannot be made: {error}") from error
+
+
+def _spec(name: str) -> EnvSpec:
+    if name.startswith("ALE/"):
+        _register_atari(name)
+    try:
+        return gym.spec(name)
+    except gym.error.Error as error:
+        raise ConfigurationError(_unknown_environment(name)) from error
 
 
 def _register_atari(name: str) -> None:

@@ -50,7 +50,7 @@ class Endless(gym.Env[Any, Any]):
 
 
 class Identity(gym.Env[Any, Any]):
-    """Reward for repeating the observation: 1 if equal (Discrete), minus the distance (Box)."""
+    """Reward for repeating the observation: share that is equal, or minus the distance (Box)."""
 
     def __init__(self, action_space: gym.Space[Any], length: int = 20) -> None:
         self.action_space = self.observation_space = action_space
@@ -64,10 +64,81 @@ class Identity(gym.Env[Any, Any]):
         return self.state, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if isinstance(self.action_space, gym.spaces.Discrete):
-            reward = float(action == self.state)
-        else:
+        if isinstance(self.action_space, gym.spaces.Box):
             reward = -float(np.abs(action - self.state).mean())
+        else:
+            reward = float(np.mean(action == self.state))
+        self.count, self.state = self.count + 1, self.observation_space.sample()
+        return self.state, reward, False, self.count >= self.length, {}
+
+
+class Probe(gym.Env[Any, Any]):
+    """The smallest tasks on which an agent can fail in one way only; each step observes a sign.
+
+    ``one-step`` pays 1 at once. ``two-step`` pays the sign that it shows. ``discount`` shows 0
+    and pays nothing, then shows 1 and pays 1. ``action`` pays 1 for action 1 and −1 for action 0.
+    ``both`` pays 1 where the action is the sign shown and −1 where not.
+    """
+
+    observation_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.count, self.sign = kind, 0, 0.0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count, self.sign = 0, 0.0
+        if self.kind in ("two-step", "both"):
+            self.sign = float(self.np_random.choice([-1.0, 1.0]))
+        return np.array([self.sign], np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        chosen = 1.0 if action == 1 else -1.0
+        reward = {
+            "one-step": 1.0,
+            "two-step": self.sign,
+            "discount": float(self.count),
+            "action": chosen,
+            "both": chosen * self.sign,
+        }[self.kind]
+        self.count += 1
+        over = self.kind != "discount" or self.count == 2
+        return (
+            np.array([1.0 if self.kind == "discount" else 0.0], np.float32),
+            reward,
+            over,
+            False,
+            {},
+        )
+
+
+class Nested(gym.Env[Any, Any]):
+    """A Dict of a picture, a number and a Tuple; the number says which action is right."""
+
+    observation_space = gym.spaces.Dict(
+        {
+            "picture": gym.spaces.Box(0, 255, (3, 8, 8), np.uint8),
+            "number": gym.spaces.Discrete(2, start=1),
+            "rest": gym.spaces.Tuple(
+                (gym.spaces.MultiBinary(2), gym.spaces.Box(-1.0, 1.0, (2,), np.float32))
+            ),
+        }
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, length: int = 4) -> None:
+        self.length, self.count = length, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.count, self.state = 0, self.observation_space.sample()
+        return self.state, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = float(action == self.state["number"] - 1)
         self.count, self.state = self.count + 1, self.observation_space.sample()
         return self.state, reward, False, self.count >= self.length, {}
 

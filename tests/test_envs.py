@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
 from koila_rl.envs import VectorEnvironment, make_environment
-from koila_rl.errors import ConfigurationError, UnsupportedError
-from tests.environments import Counting, vector
+from koila_rl.errors import ConfigurationError, EnvironmentFailedError, UnsupportedError
+from tests.environments import Counting, Nested, vector
 
 
 def transitions(env: VectorEnvironment, steps: int) -> list[tuple[float, float, bool, bool]]:
@@ -115,3 +118,67 @@ def test_spaces_are_those_of_one_environment() -> None:
     env = make_environment("CartPole-v1", 4)
     assert env.action_space == gym.spaces.Discrete(2)
     assert env.observation_space.shape == (4,)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_nested_observations_in_every_mode(mode: AutoresetMode) -> None:
+    env = VectorEnvironment(vector(lambda: Nested(3), 2, mode))
+    before = env.reset(seed=0)
+    assert before["rest"].keys() == {"0", "1"}
+    finals = []
+    for _ in range(12):
+        step = env.step(np.zeros(2, dtype=np.int64))
+        if step.truncated.any():
+            finals.append(step.next_observation["rest"]["1"][0].tolist())
+            ended = step
+        elif not step.reset.any():
+            same = step.next_observation["picture"] == step.observation["picture"]
+            assert bool(same.all())
+    assert len(finals) >= 3
+    # What the episode ended with is not what the next begins with.
+    if mode is not AutoresetMode.NEXT_STEP:
+        assert finals[-1] != ended.observation["rest"]["1"][0].tolist()
+    assert ended.next_observation["picture"].dtype == np.uint8
+    assert ended.next_observation["picture"].shape == (2, 3, 8, 8)
+
+
+class Failing(Counting):
+    def step(self, action: Any) -> Any:
+        if self.count == 1 and action == 1:
+            raise ValueError("the motor is on fire")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_a_failing_environment_is_named_with_its_last_action(vectorization: str) -> None:
+    with warnings.catch_warnings():
+        # Forking with threads about, and gymnasium's own log of what failed.
+        warnings.simplefilter("ignore")
+        env = make_environment(Failing, 2, vectorization=vectorization)
+        env.reset(seed=0)
+        env.step(np.array([1, 1]))
+        text = r"environment 1 \(.*Failing.*\) failed at action 1: ValueError: the motor is on fire"
+        with pytest.raises(EnvironmentFailedError, match=text):
+            env.step(np.array([0, 1]))
+        env.close()
+
+
+def test_async_gives_the_same_as_sync() -> None:
+    found = []
+    for vectorization in ("sync", "async"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            env = make_environment("Acrobot-v1", 2, vectorization=vectorization)
+        env.reset(seed=3)
+        found.append([env.step(np.array([0, 2])).observation for _ in range(5)])
+        env.close()
+    np.testing.assert_array_equal(found[0], found[1])
+    with pytest.raises(ConfigurationError, match="'threads' but must be sync or async"):
+        make_environment("Acrobot-v1", 2, vectorization="threads")
+
+
+def test_a_vector_environment_that_fails_is_named() -> None:
+    env = make_environment("CartPole-v1", 2)
+    env.reset(seed=0)
+    with pytest.raises(EnvironmentFailedError, match=r"CartPole.* failed at the actions \[7, 0\]"):
+        env.step(np.array([7, 0]))

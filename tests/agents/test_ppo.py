@@ -129,12 +129,27 @@ def test_loss_by_hand(clip_range_vf: float | None, normalize: bool) -> None:
     assert float(diagnostics["approx_kl"]) >= 0
 
 
-def test_first_ratio_is_one() -> None:
-    agent = PPO("CartPole-v1", n_envs=4, n_steps=32, batch_size=128)
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym.spaces.Discrete(3, start=5),
+        gym.spaces.MultiDiscrete([2, 3]),
+        gym.spaces.MultiBinary(3),
+        gym.spaces.Box(-1.0, 1.0, (2,), np.float32),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+@pytest.mark.parametrize("squash", [False, True])
+def test_first_ratio_is_exactly_one(space: gym.Space[Any], squash: bool) -> None:
+    agent = PPO(
+        lambda: Identity(space), n_envs=4, n_steps=32, batch_size=64, n_epochs=1,
+        squash_output=squash, state_dependent_std=squash, normalize_observation=False,
+    )  # fmt: skip
     rollout = collected(agent)
-    for batch in rollout.minibatches(128, 1, lazy=False):
-        new = agent.network.distribution(batch["observation"]).log_prob(batch["action"])
-        assert float((new - batch["action_log_prob"]).detach().abs().max()) < 1e-6
+    for minibatch in agent.minibatches(rollout):
+        distribution, *_ = agent.forward(minibatch)
+        log_ratio = distribution.log_prob(minibatch["action"]) - minibatch["action_log_prob"]
+        assert log_ratio.exp().tolist() == [1.0] * 64
 
 
 def test_a_single_sample_is_not_normalised() -> None:
