@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from koila_rl import session
+from koila_rl.backward import run_backward
 from koila_rl.recording.private import FakeTensor
 from koila_rl.recording.recorder import record
 from koila_rl.recording.tensor import LazyTensor
@@ -109,7 +110,7 @@ class Pending:
             inputs = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in many]
         if node.attached is None and isinstance(node.call, Call):
             keep = bool(retain_graph) or inputs is not None
-            gradient = session.run_backward(node, gradient, create_graph, keep, self.live())
+            gradient = run_backward(node, gradient, create_graph, keep, self.live())
         self.attached(node).backward(gradient, retain_graph, create_graph, inputs=inputs)
 
     def backward_many(

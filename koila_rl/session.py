@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from koila_rl.engine.binding import bind, calls_behind
-from koila_rl.engine.delivery import aliases_of, deliver, spent
 from koila_rl.engine.gradients import Execution, RowSource, real_inputs
 from koila_rl.engine.program import Bound
 from koila_rl.engine.recognition import recognise, recognise_calls, remember_calls, sources_of
@@ -34,7 +33,7 @@ from koila_rl.gathering import (
     source_tensor,
     with_checks,
 )
-from koila_rl.memory.budget import active_device, format_bytes
+from koila_rl.memory.budget import format_bytes
 from koila_rl.memory.choose import choose
 from koila_rl.memory.plan import Plan, Unsplit
 from koila_rl.recording import deferred
@@ -44,16 +43,22 @@ from koila_rl.recovery import remember_failure, run_smaller, size_to_try
 
 __all__ = [
     "Live",
+    "checks_first",
+    "gather",
+    "holds",
     "last_plan",
     "neutral",
     "note_eager",
     "note_plan",
     "plan",
-    "run_backward",
+    "resized",
+    "run",
     "run_graph",
     "run_values",
     "run_whole",
     "source_tensor",
+    "whole_for_double_backward",
+    "whole_inputs",
 ]
 
 T = TypeVar("T")
@@ -96,7 +101,7 @@ def _warn(key: tuple[str, ...], message: str) -> None:
         warnings.warn(message, UnsplitWarning, stacklevel=4)
 
 
-def _whole_inputs(bound: Bound) -> list[Any]:
+def whole_inputs(bound: Bound) -> list[Any]:
     return [
         source_tensor(item) if isinstance(x, RowSource) else x
         for item, x in zip(bound.tensors, real_inputs(bound), strict=True)
@@ -116,7 +121,7 @@ def neutral() -> Iterator[None]:
 def run_whole(bound: Bound, inputs: Sequence[Any] | None = None) -> list[Tensor]:
     """Run the calls as they were written; results carry PyTorch's own graph."""
     if inputs is None:
-        inputs = _whole_inputs(bound)
+        inputs = whole_inputs(bound)
     n = bound.program.n
     states = [call.state for call in bound.calls]
     with torch.enable_grad(), neutral():
@@ -133,7 +138,7 @@ def _settle(node: Node, result: Tensor, attached: bool) -> None:
 
 
 @contextmanager
-def _checks_first(checks: Sequence[Check]) -> Iterator[None]:
+def checks_first(checks: Sequence[Check]) -> Iterator[None]:
     """A validation that fails explains an error better than the call it was to prevent."""
     try:
         yield
@@ -150,11 +155,11 @@ def _checks_first(checks: Sequence[Check]) -> Iterator[None]:
 def _verify_checks(checks: Sequence[Check]) -> None:
     for node, message in checks:
         assert node.value is not None
-        if not _holds(node.value):
+        if not holds(node.value):
             raise ValueError(message)
 
 
-def _holds(check: Tensor) -> bool:
+def holds(check: Tensor) -> bool:
     return bool(check if check.numel() == 1 else check.all())
 
 
@@ -179,7 +184,7 @@ Gathered = tuple[Bound, Plan, list[Check]]
 
 
 @contextmanager
-def _gather(
+def gather(
     roots: list[Node], pending: Live, target: Node | None, purpose: str, differentiated: bool
 ) -> Iterator[tuple[Bound, Plan, list[Check], bool]]:
     """Roots with their companions and validations as one program, and its plan.
@@ -228,15 +233,15 @@ def _planned(
 
 def run_values(node: Node, live: Live) -> None:
     """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
-    with _gather([node], live, None, "value", False) as (bound, plan, checks, some_known):
+    with gather([node], live, None, "value", False) as (bound, plan, checks, some_known):
 
         def attempt(size: int, parts: int) -> tuple[list[Tensor], bool]:
-            with _checks_first(checks), neutral():
+            with checks_first(checks), neutral():
                 if size >= bound.program.n:
                     return run_whole(bound), not some_known
                 return Execution(bound, size).run(grad=False), False
 
-        results, graph = _run(bound, plan, attempt, False)
+        results, graph = run(bound, plan, attempt, False)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=graph)
     _verify_checks(checks)
@@ -246,133 +251,24 @@ def run_graph(
     nodes: Sequence[Node], live: Live, whole: bool = False, cuts: Sequence[Any] = ()
 ) -> None:
     """Compute values with graphs that reach the tensors they were made from."""
-    with _gather(list(nodes), live, None, "graph", True) as (bound, plan, checks, _):
+    with gather(list(nodes), live, None, "graph", True) as (bound, plan, checks, _):
         if plan.split and (whole or cuts):
-            plan = _whole_for_double_backward(bound, plan)
+            plan = whole_for_double_backward(bound, plan)
 
         def attempt(size: int, parts: int) -> tuple[list[Tensor], bool]:
-            with _checks_first(checks), neutral(), torch.enable_grad():
+            with checks_first(checks), neutral(), torch.enable_grad():
                 if size >= bound.program.n and parts == 1:
                     return run_whole(bound), True
                 return Execution(bound, size, strict=False, parts=parts).run(grad=True), False
 
-        results, every = _run(bound, plan, attempt, True)
+        results, every = run(bound, plan, attempt, True)
         wanted = {id(node) for node in nodes}
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=every or id(root) in wanted)
     _verify_checks(checks)
 
 
-def run_backward(
-    node: Node, gradient: Tensor | None, create_graph: bool, keep: bool, live: Live,
-    begin: Callable[[Bound, Plan], None] = lambda bound, plan: None,
-) -> Tensor:  # fmt: skip
-    """Run the program of a loss for the backward that follows at once; returns its gradient.
-
-    Unless its graph is to be kept, all gradients are computed here, on aliases, and the
-    backward only delivers them. ``begin`` is called when the plan is known.
-    """
-    if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
-        raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    seed = gradient
-    if seed is None:
-        seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
-    with _gather([node], live, node, "backward", True) as (bound, plan, checks, _):
-        if plan.split and create_graph:
-            plan = _whole_for_double_backward(bound, plan)
-        begin(bound, plan)
-        _run_backward(bound, plan, checks, seed, create_graph, keep or bound.program.outer)
-    return seed
-
-
-def _run_backward(
-    bound: Bound, plan: Plan, checks: list[Check], seed: Tensor, create_graph: bool, keep: bool
-) -> None:
-    node = bound.roots[0]
-
-    def attempt(size: int, parts: int) -> list[Outcome]:
-        with _checks_first(checks), neutral(), torch.enable_grad():
-            whole = size >= bound.program.n and parts == 1
-            if whole and (keep or create_graph or not _may_fail(bound)):
-                return _outcomes(bound, run_whole(bound), checks, lambda root: True)
-            same = _same_graph(node)
-            if keep:
-                results = Execution(bound, size, parts=parts).run(grad=True, gradient=seed)
-                return _outcomes(bound, results, checks, same)
-            inputs = _whole_inputs(bound) if whole else real_inputs(bound)
-            inputs, leaves, originals = aliases_of(inputs)
-            if whole:
-                results = run_whole(bound, inputs)
-            else:
-                run = Execution(bound, size, inputs=inputs, parts=parts)
-                results = run.run(grad=True, gradient=seed)
-                del run
-            grads: list[Tensor | None] = []
-            if results[0].requires_grad:
-                grads += torch.autograd.grad(results[0], leaves, seed, allow_unused=True)
-            outcomes = _outcomes(bound, [x.detach() for x in results], checks, lambda root: False)
-            if not grads:
-                return outcomes
-            # Values of the same graph are used up with it, as in eager.
-            used = [x if not same(root) else (x[0], spent(x[0], originals))
-                    for root, x in zip(bound.roots, outcomes, strict=True)]  # fmt: skip
-            return [(outcomes[0][0], deliver(outcomes[0][0], grads, originals)), *used[1:]]
-
-    for root, (value, attached) in zip(bound.roots, _run(bound, plan, attempt, True), strict=True):
-        root.value = value
-        if attached is not None:
-            root.attached = attached
-
-
-# A value without a graph, and the same with one where it may be gone through backward.
-Outcome = tuple[Tensor, "Tensor | None"]
-
-
-def _outcomes(
-    bound: Bound, results: Sequence[Tensor], checks: Sequence[Check], graph: Callable[[Node], bool]
-) -> list[Outcome]:
-    """Values and graphs, after the validations among them have been made."""
-    messages = {id(node): message for node, message in checks}
-    for root, result in zip(bound.roots, results, strict=True):
-        if id(root) in messages and not _holds(result):
-            raise ValueError(messages[id(root)])
-    return [
-        (x.detach(), x if graph(root) or not root.meta.requires_grad else None)
-        for root, x in zip(bound.roots, results, strict=True)
-    ]
-
-
-def _same_graph(node: Node) -> Callable[[Node], bool]:
-    """Whether a value shares differentiable calls with ``node``."""
-    shared = _differentiable_calls(node)
-    return lambda root: root is node or bool(shared & _differentiable_calls(root))
-
-
-def _run(bound: Bound, plan: Plan, attempt: Callable[[int, int], T], differentiated: bool) -> T:
-    """Run at the planned size, or smaller where the device runs out of memory all the same."""
-    planned = plan.microbatch_size if plan.split else max(bound.program.n, 1)
-    size, parts = size_to_try(bound, planned, plan.parts)
-    result, used, in_parts, failures = run_smaller(bound, size, parts, attempt, differentiated)
-    restart()
-    if deferred.any_pending():
-        deferred.prune()
-    if failures:
-        remember_failure(bound, plan, planned, used, in_parts)
-    if (used, in_parts) != (planned, plan.parts):
-        count = -(-plan.batch_size // used)
-        passes = tuple(replace(item, microbatch_size=used, count=count) for item in plan.passes)
-        plan = replace(plan, passes=passes, parts=in_parts, retries=failures)
-    _note(plan, bound)
-    return result
-
-
-def _may_fail(bound: Bound) -> bool:
-    """Whether allocations on the program's device can fail with an error."""
-    device = next((root.meta.device for root in bound.roots), torch.device("cpu"))
-    return device.type != "cpu" or active_device.get() is not None
-
-
-def _whole_for_double_backward(bound: Bound, plan: Plan) -> Plan:
+def whole_for_double_backward(bound: Bound, plan: Plan) -> Plan:
     """A graph of the gradients exists only where the whole minibatch runs at once."""
     whole = choose(bound, "backward", whole=True)
     if whole.budget_bytes is not None and whole.peak_bytes > whole.budget_bytes:
@@ -390,19 +286,27 @@ def _whole_for_double_backward(bound: Bound, plan: Plan) -> Plan:
     )
 
 
-def _differentiable_calls(node: Node) -> set[int]:
-    """Identities of the calls that a gradient of ``node`` goes through."""
-    found: set[int] = set()
-    stack = [node]
-    while stack:
-        top = stack.pop()
-        call = top.call
-        if not top.meta.requires_grad or top.attached is not None or not isinstance(call, Call):
-            continue
-        if call.grad and id(call) not in found:
-            found.add(id(call))
-            stack += [x for x in call.inputs if isinstance(x, Node)]
-    return found
+def run(bound: Bound, plan: Plan, attempt: Callable[[int, int], T], differentiated: bool) -> T:
+    """Run at the planned size, or smaller where the device runs out of memory all the same."""
+    planned = plan.microbatch_size if plan.split else max(bound.program.n, 1)
+    size, parts = size_to_try(bound, planned, plan.parts)
+    result, used, in_parts, failures = run_smaller(bound, size, parts, attempt, differentiated)
+    restart()
+    if deferred.any_pending():
+        deferred.prune()
+    if failures:
+        remember_failure(bound, plan, planned, used, in_parts)
+    if (used, in_parts) != (planned, plan.parts):
+        plan = replace(resized(plan, used), parts=in_parts, retries=failures)
+    _note(plan, bound)
+    return result
+
+
+def resized(plan: Plan, size: int) -> Plan:
+    """The plan at another microbatch size."""
+    count = -(-plan.batch_size // size)
+    passes = tuple(replace(item, microbatch_size=size, count=count) for item in plan.passes)
+    return replace(plan, passes=passes)
 
 
 def plan(loss: Tensor) -> Plan:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from koila_rl import session
+from koila_rl.backward import run_backward
 from koila_rl.engine.gradients import turns
 from koila_rl.engine.program import Bound
 from koila_rl.engine.turns import pausing
@@ -74,7 +75,7 @@ class _Run:
             if self.device is not None:
                 torch.cuda.set_device(self.device)
             with with_modes(self.modes), pausing(self.hand_over):
-                self.gradient = session.run_backward(
+                self.gradient = run_backward(
                     self.node, self.gradient, False, False, self.live, self.began
                 )
             self.plan = session.last_plan()

@@ -20,6 +20,7 @@ class Limits:
 
     memory: int | float | str | None = None
     microbatch: int | None = None
+    tune: bool = False
 
 
 _DEFAULT = Limits()
@@ -45,6 +46,8 @@ def _changed(base: Limits, **settings: Any) -> Limits:
         parse_bytes(memory)
     elif memory is not None:
         parse_bytes(memory, free=1 << 40)
+    if not isinstance(given.get("tune", False), bool):
+        raise ConfigurationError(f"tune must be True or False, got {given['tune']!r}")
     return replace(base, **given)
 
 
@@ -52,6 +55,7 @@ def _changed(base: Limits, **settings: Any) -> Limits:
 def limits(
     memory: int | float | str | None = None,
     microbatch: int | None = None,
+    tune: bool | None = None,
 ) -> Iterator[Limits]:
     """Limits for the programs that run inside the ``with`` block, in this context.
 
@@ -59,11 +63,13 @@ def limits(
         memory: what an update may take above what is resident when it starts: bytes, a text
             like ``"2GiB"``, or a fraction of what is free, as a float in (0, 1].
         microbatch: samples that run at once; overrides the planner.
+        tune: time the sizes that fit over the first updates of each program and keep the
+            fastest. Results stay the same to rounding; which size it is depends on the machine.
 
     Raises:
         ConfigurationError: for a size below 1 or a memory that does not parse.
     """
-    inner = _changed(current_limits(), memory=memory, microbatch=microbatch)
+    inner = _changed(current_limits(), memory=memory, microbatch=microbatch, tune=tune)
     token = _scoped.set(inner)
     try:
         yield inner
@@ -74,7 +80,8 @@ def limits(
 def set_limits(
     memory: int | float | str | None = None,
     microbatch: int | None = None,
+    tune: bool | None = None,
 ) -> None:
     """`limits` for the whole process; called without arguments, back to the defaults."""
     global _process
-    _process = _changed(_DEFAULT, memory=memory, microbatch=microbatch)
+    _process = _changed(_DEFAULT, memory=memory, microbatch=microbatch, tune=tune)
