@@ -20,6 +20,7 @@ class Totals:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.values: list[Any] = [None] * len(stage.outputs)
+        self.size = 0
 
     def add(self, outs: Sequence[Tensor], start: int, stop: int) -> None:
         for k, (v, out) in enumerate(zip(self.stage.outputs, outs, strict=True)):
@@ -29,12 +30,21 @@ class Totals:
             elif reduction is None:
                 self.values[k] = self.joined(self.values[k], out, v, start, stop)
             elif reduction.combine is not None:
-                self.values[k] = [*(self.values[k] or ()), out]
+                self.values[k] = self.stacked(self.values[k], out, start, stop)
             else:
                 # A mean is the sum divided once: as exact as eager's, also in low precision.
                 part = out * (stop - start) if reduction.weight == "mean" else out
                 whole = self.values[k]
                 self.values[k] = part.clone() if whole is None else whole.add_(part)
+
+    def stacked(self, whole: Tensor | None, out: Tensor, start: int, stop: int) -> Tensor:
+        """The partial results of all microbatches, one after the other in one tensor."""
+        if whole is None:
+            # The first one has the size of all but the last.
+            self.size = stop - start
+            whole = out.new_empty((-(-self.stage.n // self.size), *out.shape))
+        whole[start // self.size] = out
+        return whole
 
     def joined(self, whole: Tensor | None, out: Tensor, v: int, start: int, stop: int) -> Tensor:
         layout, n = self.stage.layouts[v], self.stage.n
@@ -51,8 +61,6 @@ class Totals:
         )
 
     def finished(self, v: int, x: Any) -> Tensor:
-        if isinstance(x, list):
-            return torch.stack(x)
         reduction = self.stage.reductions.get(v)
         whole: Tensor = x
         return whole / self.stage.n if reduction and reduction.weight == "mean" else whole
