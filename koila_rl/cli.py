@@ -7,16 +7,22 @@ written.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
+import io
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 from koila_rl.errors import ConfigurationError, KoilaError
 
 __all__ = ["main"]
+
+_WORDS = ("True", "False", "None")
 
 
 @dataclass
@@ -33,6 +39,8 @@ class Train:
     """Of weights, actions, minibatches and environments."""
     n_envs: int | None = None
     """Environments side by side; the preset's number if not given."""
+    vectorization: str = "sync"
+    """sync, or async for a process an environment."""
     device: str = "auto"
     """auto, cpu, cuda, …"""
     memory: str = "auto"
@@ -77,15 +85,27 @@ def _run(arguments: list[str]) -> int:
     # Imported here, since tyro is needed for the command line only.
     import tyro
 
+    if arguments == ["--version"]:
+        print(f"koila-rl {version('koila-rl')}")
+        return 0
     arguments, hyperparameters = _take_hyperparameters(arguments)
-    command, unknown = tyro.cli(
-        Annotated[Train, tyro.conf.subcommand("train", description=_train_help())]
-        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")],
-        prog="koila-rl",
-        args=arguments,
-        return_unknown_args=True,
-        config=(tyro.conf.PositionalRequiredArgs,),
-    )
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            command, unknown = tyro.cli(
+                Annotated[Train, tyro.conf.subcommand("train", description=_train_help())]
+                | Annotated[Evaluate, tyro.conf.subcommand("evaluate")],
+                prog="koila-rl",
+                args=arguments,
+                return_unknown_args=True,
+                config=(tyro.conf.PositionalRequiredArgs,),
+            )
+    except SystemExit as end:
+        if not complaint.getvalue():
+            raise
+        # tyro draws a box of several lines; everybody else's tools expect one.
+        words = re.sub(r"[^\x20-\x7e]+|[-=]{4,}", " ", complaint.getvalue())
+        raise ConfigurationError(words) from end
     if unknown:
         raise ConfigurationError(_unknown(unknown[0], command))
     if isinstance(command, Train):
@@ -105,6 +125,7 @@ def _train(command: Train, hyperparameters: dict[str, Any]) -> int:
             command.total_timesteps,
             seed=command.seed,
             n_envs=command.n_envs,
+            vectorization=command.vectorization,
             device=command.device,
             memory=_number(command.memory),
             run_dir=command.run_dir,
@@ -139,19 +160,30 @@ def _evaluate(command: Evaluate) -> int:
 
 
 def _hyperparameter_defaults() -> dict[str, Any]:
-    from koila_rl.agents.ppo_hyperparameters import Hyperparameters
+    """Of all agents together; which of them an agent has is checked where it is made."""
+    from koila_rl.training import AGENTS
 
-    return {field.name: field.default for field in fields(Hyperparameters)}
+    return {
+        field.name: field.default
+        for kind in reversed(AGENTS.values())
+        for field in fields(kind.hyperparameters_type)
+    }
 
 
 def _train_help() -> str:
-    flags = ", ".join(
-        f"--{name.replace('_', '-')} ({default})"
-        for name, default in _hyperparameter_defaults().items()
+    from koila_rl.training import AGENTS
+
+    flags = "; ".join(
+        f"{name}: "
+        + ", ".join(
+            f"--{field.name.replace('_', '-')} ({field.default})"
+            for field in fields(kind.hyperparameters_type)
+        )
+        for name, kind in AGENTS.items()
     )
     return (
         "Train an agent and leave a folder of results. Hyperparameters are flags as well, named "
-        f"as in Stable-Baselines3, with these defaults: {flags}. 'linear:1e-3' falls from 1e-3 "
+        f"as in Stable-Baselines3, with these defaults. {flags}. 'linear:1e-3' falls from 1e-3 "
         "to 0. Environments with a preset start from that."
     )
 
@@ -182,7 +214,7 @@ def _value(flag: str, text: str) -> Any:
     try:
         if text.startswith("linear:"):
             return Linear(float(text.removeprefix("linear:")))
-        return ast.literal_eval(text)
+        return text if text.isidentifier() and text not in _WORDS else ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         raise ConfigurationError(
             f"{flag} is {text!r}; give a number, True, False, None, a tuple such as 64,64, or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,10 @@ def test_a_fixed_microbatch_is_in_the_plan() -> None:
         ("train CartPole-v1 --lerning-rate 3", "did you mean --learning-rate"),
         ("train CartPole-v1 --total-timestep 3", "did you mean --total-timesteps"),
         ("train CartPole-v1 --learning-rate", "--learning-rate needs a value"),
-        ("train CartPole-v1 --learning-rate fast", "--learning-rate is 'fast'"),
+        ("train CartPole-v1 --learning-rate fast", "learning_rate is 'fast'"),
+        ("train CartPole-v1 --learning-rate 1..2", "--learning-rate is '1..2'"),
+        ("train CartPole-v1 --clip-range 0", "clip_range is 0 but must be above 0"),
+        ("train CartPole-v1 --features-extractor resnet", "'resnet' but must be nature or impala"),
         ("train CartPole-v1 --memory 64bananas", "64bananas"),
         ("train CartPole-v1 --microbatch 0", "microbatch"),
         ("train CartPole-v1 --agent pp", "did you mean ppo"),
@@ -66,17 +70,38 @@ def test_bad_input_is_one_line_exit_code_2_and_writes_nothing(
 
 
 @pytest.mark.parametrize("arguments", ["", "play CartPole-v1", "train X --total-timesteps many"])
-def test_what_does_not_parse_exits_with_2(arguments: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments.split())
-    assert caught.value.code == 2
+def test_what_does_not_parse_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: str
+) -> None:
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("koila-rl: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"koila-rl {version('koila-rl')}\n"
+
+
+def test_another_agents_hyperparameters_are_flags_too(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "train CartPole-v1 --agent dqn --total-timesteps 60 --train-freq 4 --learning-starts 16"
+    more = "--gradient-steps 1 --double True --no-progress --run-dir a --net-arch 8,8"
+    assert main([*line.split(), *more.split()]) == 0
+    config = json.loads(Path("a/config.json").read_text())
+    assert config["hyperparameters"]["double"] is True
+    assert main(["train", "CartPole-v1", "--agent", "dqn", "--clip-range", "0.1"]) == 2
+    assert "dqn has no hyperparameter 'clip_range'" in capsys.readouterr().err
 
 
 def test_help_names_the_hyperparameters(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "--help"])
     assert caught.value.code == 0
-    assert "--gae-lambda" in capsys.readouterr().out
+    help_text = capsys.readouterr().out
+    assert "--gae-lambda" in help_text
+    assert "--target-update-interval" in help_text
 
 
 def test_module_and_installed_command_are_the_same() -> None:

@@ -136,6 +136,8 @@ def test_callbacks_see_progress_and_end_the_run() -> None:
         ("CartPole-v1", {"n_steps": 1, "n_envs": 1}, "= 1"),
         ("CartPole-v1", {"batch_size": 257}, "batch_size is 257"),
         ("CartPole-v1", {"total_timesteps": 0}, "total_timesteps is 0"),
+        ("CartPole-v1", {"seed": 1.5}, "seed is 1.5 but must be a whole number"),
+        ("CartPole-v1", {"total_timesteps": "many"}, "total_timesteps is 'many'"),
         ("CartPole-v1", {"device": "abacus"}, "abacus"),
         ("CartPole-v1", {"resume": "nowhere"}, "no checkpoint"),
     ],
