@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,17 +104,17 @@ def _wrap(x: Tensor, dim: int) -> LazyTensor:
 
 def lazy_rows(rows: Rows) -> LazyTensor:
     """A lazy tensor whose rows are read when a microbatch runs; see `Rows`."""
-    shape = tuple(int(size) for size in rows.shape)
-    stride = tuple(torch.empty(shape, device="meta").stride())
-    n = shape[rows.dim]
-    layout = batch_layout(rows.dim) if n > 1 else None
-    shape2, stride2 = scaled(shape, stride, rows.dim, second_size(n)) if layout else (shape, stride)
-    meta = intern(
-        Meta(
-            shape, stride, rows.dtype, torch.device(rows.device), False, layout, n, shape2, stride2
-        )
-    )
+    meta = _rows_meta(tuple(rows.shape), rows.dim, rows.dtype, torch.device(rows.device))
     return LazyTensor(Node(Source(None, rows, meta), 0, meta), PENDING)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_meta(shape: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Meta:
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    n = shape[dim]
+    layout = batch_layout(dim) if n > 1 else None
+    shape2, stride2 = scaled(shape, stride, dim, second_size(n)) if layout else (shape, stride)
+    return intern(Meta(shape, stride, dtype, device, False, layout, n, shape2, stride2))
 
 
 def materialize(value: Any) -> Any:
