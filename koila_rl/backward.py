@@ -61,22 +61,25 @@ def _run_backward(
     tuning = tuner is not None and not tuner.done
     if tuner is not None:
         plan = resized(plan, tuner.size)
+    compiled = current_limits().compile and not create_graph
 
     def attempt(size: int, parts: int) -> list[Outcome]:
         with checks_first(checks), neutral(), torch.enable_grad():
             whole = size >= bound.program.n and parts == 1
             if whole and (keep or create_graph or not (tuning or _may_fail(bound))):
-                return _outcomes(bound, run_whole(bound), checks, lambda root: True)
+                results = run_whole(bound, compiled=compiled)
+                return _outcomes(bound, results, checks, lambda root: True)
             same = _same_graph(node)
             if keep:
-                results = Execution(bound, size, parts=parts).run(grad=True, gradient=seed)
+                split = Execution(bound, size, parts=parts, compiled=compiled)
+                results = split.run(grad=True, gradient=seed)
                 return _outcomes(bound, results, checks, same)
             inputs = whole_inputs(bound) if whole else real_inputs(bound)
             inputs, leaves, originals = aliases_of(inputs)
             if whole:
-                results = run_whole(bound, inputs)
+                results = run_whole(bound, inputs, compiled)
             else:
-                split = Execution(bound, size, inputs=inputs, parts=parts)
+                split = Execution(bound, size, inputs=inputs, parts=parts, compiled=compiled)
                 results = split.run(grad=True, gradient=seed)
                 del split
             grads: list[Tensor | None] = []
@@ -132,7 +135,7 @@ def _same_graph(node: Node) -> Callable[[Node], bool]:
 def tuner_of(bound: Bound, plan: Plan) -> Tuner | None:
     """What times the sizes of this program, where the limits in force ask for it."""
     limits = current_limits()
-    if not limits.tune or limits.microbatch is not None or plan.parts > 1 or plan.batch_size <= 1:
+    if not limits.tune or limits.microbatch is not None or plan.parts != 1 or plan.batch_size <= 1:
         return None
     key = ("tuner", limits.memory)
     tuner: Tuner | None = bound.program.plans.get(key)

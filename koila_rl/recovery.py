@@ -15,9 +15,9 @@ import torch
 
 from koila_rl.engine.program import Bound
 from koila_rl.engine.replay import failed_call
-from koila_rl.engine.segments import most_parts
+from koila_rl.engine.segments import OFFLOADED, most_parts
 from koila_rl.errors import InsufficientMemoryError
-from koila_rl.memory.budget import budget_bytes
+from koila_rl.memory.budget import budget_bytes, may_offload
 from koila_rl.memory.plan import Plan
 from koila_rl.recording.values import Captured
 
@@ -50,9 +50,9 @@ def run_smaller(
     """``attempt(size, parts)``; after an out-of-memory error again with half the size.
 
     Where one sample does not fit, its stages run in ``parts`` that are computed again in the
-    backward, in ever more of them. Random states and buffers are rolled back before each further
-    attempt, so the run ends as one at the size finally used. Returns the result, that size and
-    number of parts, and the number of failures.
+    backward, in ever more of them, and at last with saved tensors on the host. Random states and
+    buffers are rolled back before each further attempt, so the run ends as one at the size
+    finally used. Returns the result, that size and number of parts, and the number of failures.
 
     Raises:
         InsufficientMemoryError: one sample in many parts does not fit either; chained to the
@@ -79,8 +79,9 @@ def run_smaller(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         smallest = size <= 1 or bound.program.n <= 1 or not any(bound.program.stages)
-        if smallest and differentiated and parts < most_parts(bound.program):
-            parts *= 2
+        harder = _harder(bound, parts) if smallest and differentiated else None
+        if harder is not None:
+            parts = harder
         elif smallest:
             raise InsufficientMemoryError(
                 f"the device ran out of memory with {size:,} of {bound.program.n:,} samples at a "
@@ -89,6 +90,15 @@ def run_smaller(
             ) from failure
         else:
             size = max(1, min(size, bound.program.n) // 2)
+
+
+def _harder(bound: Bound, parts: int) -> int | None:
+    """What to try where one sample does not fit in so many parts; None if nothing is left."""
+    if parts == OFFLOADED:
+        return None
+    if parts < most_parts(bound.program):
+        return 2 * parts
+    return OFFLOADED if may_offload(bound.roots[0].meta.device) else None
 
 
 def _name_place(error: BaseException, bound: Bound) -> None:
@@ -122,6 +132,8 @@ def size_to_try(bound: Bound, size: int, parts: int) -> tuple[int, int]:
     if free > failure.free_bytes and free >= failure.needed_bytes:
         bound.program.failure = None
         return size, parts
+    if OFFLOADED in (parts, failure.parts):
+        return min(size, failure.used), OFFLOADED
     return min(size, failure.used), max(parts, failure.parts)
 
 

@@ -11,15 +11,18 @@ backward are PyTorch's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from koila_rl.engine.compiled import compiled_body
+from koila_rl.engine.offload import offloaded
 from koila_rl.engine.program import Bound, Program, Stage
 from koila_rl.engine.replay import Effects, Randomness
 from koila_rl.engine.rows import RowSource, real_inputs
-from koila_rl.engine.segments import in_parts
+from koila_rl.engine.segments import OFFLOADED, in_parts
 from koila_rl.engine.totals import Totals
 from koila_rl.engine.turns import pause
 from koila_rl.recording.layouts import join_into, slice_rows
@@ -47,16 +50,20 @@ class Execution:
 
     # On fake tensors nothing can be compared.
     dry = False
-    # Parts of a stage of which nothing is kept for the backward; 1 keeps all, as usual.
+    # Parts of a stage of which nothing is kept for the backward; 1 keeps all, as usual, and
+    # `OFFLOADED` keeps it on the host.
     parts = 1
+    # Whether the code of the main microbatch size may be compiled.
+    compiled = False
 
     def __init__(
         self, bound: Bound, size: int, strict: bool = True, inputs: Sequence[Any] | None = None,
-        parts: int = 1,
+        parts: int = 1, compiled: bool = False,
     ) -> None:  # fmt: skip
         # A strict run may be gone through backward once, like any graph of PyTorch.
         self.strict = strict
         self.parts = parts
+        self.compiled = compiled
         self.program = bound.program
         self.consts = bound.consts
         self.states = [call.state for call in bound.calls]
@@ -164,6 +171,8 @@ class StageRun:
         self.effects = execution.effects
         self.places = execution.places(stage.n)
         self.strict, self.dry, self.parts = execution.strict, execution.dry, execution.parts
+        # The program and the size of its main microbatch, where those are to be compiled.
+        self.compiled = (execution.program, execution.size) if execution.compiled else None
         env = execution.env
         self.rows = [(env[v], layout, prefix) for v, layout, prefix in stage.rows]
         self.wholes = [execution.whole(v) for v in stage.whole]
@@ -222,9 +231,14 @@ class StageRun:
 
     def body(self, start: int, stop: int, rows: Sequence[Any], wholes: Sequence[Any]) -> Any:
         randomness = self.effects if self.dry else Randomness(self.states, start, stop)
-        again = self.parts > 1 and torch.is_grad_enabled()
-        code = in_parts(self.stage, self.parts) if again else self.stage.body
-        return code(stop - start, self.consts, randomness, self.effects, *rows, *wholes)
+        code, keeping = self.stage.body, nullcontext()
+        if self.parts != 1 and torch.is_grad_enabled():
+            if self.parts == OFFLOADED:
+                keeping = offloaded()
+            else:
+                code = in_parts(self.stage, self.parts)
+        with keeping:
+            return code(stop - start, self.consts, randomness, self.effects, *rows, *wholes)
 
     def forward(self) -> tuple[Tensor, ...]:
         """All microbatches without gradients."""

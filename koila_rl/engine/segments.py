@@ -14,7 +14,10 @@ from koila_rl.engine.cuts import ProgramStep
 from koila_rl.engine.program import Program, Stage
 from koila_rl.engine.replay import Body, compile_stage
 
-__all__ = ["cut_points", "in_parts", "most_parts"]
+__all__ = ["OFFLOADED", "cut_points", "in_parts", "most_parts"]
+
+# In the place of a number of parts: nothing is computed again, saved tensors lie on the host.
+OFFLOADED = 0
 
 
 def most_parts(program: Program) -> int:

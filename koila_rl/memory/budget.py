@@ -20,6 +20,7 @@ __all__ = [
     "available_bytes",
     "budget_bytes",
     "format_bytes",
+    "may_offload",
     "parse_bytes",
     "total_bytes",
 ]
@@ -49,6 +50,13 @@ class BudgetDevice(Protocol):
 
 
 active_device: ContextVar[BudgetDevice | None] = ContextVar("active_device", default=None)
+
+
+def may_offload(device: torch.device) -> bool:
+    """Whether the host has memory of its own beside the device."""
+    return device.type != "cpu" or active_device.get() is not None
+
+
 """The simulated device that stands for all devices here, if one is active."""
 
 

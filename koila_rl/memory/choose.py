@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from koila_rl.engine.program import Bound, Program
+from koila_rl.engine.segments import OFFLOADED, most_parts
 from koila_rl.errors import UnsupportedError
-from koila_rl.memory.budget import active_device, budget_bytes, format_bytes
+from koila_rl.memory.budget import active_device, budget_bytes, format_bytes, may_offload
 from koila_rl.memory.estimate import Estimate, estimate
 from koila_rl.memory.explain import insufficient, unsplit_details
 from koila_rl.memory.forms import NO_WRITES, InputForm, Writes, input_forms, writes_of
@@ -41,16 +42,16 @@ class _Peaks:
     # Whether the memory that kernels take counts.
     scratch: bool
 
-    def at(self, size: int, full: bool = False) -> Estimate:
+    def at(self, size: int, two_sizes: bool = False, parts: int = 1) -> Estimate:
         size = min(size, max(self.program.n, 1))
         known = self.program.plans
         key = ("peak", self.forms, self.purpose, self.writes, self.delivered, self.scratch, size,
-               full)  # fmt: skip
+               two_sizes, parts)  # fmt: skip
         found: Estimate | None = known.get(key)
         if found is None:
             found = known[key] = estimate(
                 self.program, self.forms, self.consts, size, self.purpose, self.delivered,
-                self.writes, self.scratch, full,
+                self.writes, self.scratch, two_sizes, parts,
             )  # fmt: skip
         return found
 
@@ -194,41 +195,70 @@ def _chosen(
         return _Known(_plan(bound, peaks, n, budget, "", n), needed, math.inf)
     if n == 1 or not any(bound.program.stages):
         raise insufficient(all_at_once, budget, n, bound)
-    fit, size = _fit(bound, peaks, n, budget, all_at_once)
+    fit, size, parts = _fit(bound, peaks, n, budget, all_at_once)
     reason = f"the whole minibatch needs {format_bytes(needed)}"
-    plan = _plan(bound, peaks, size, budget, reason, fit)
+    plan = _plan(bound, peaks, size, budget, reason, fit, parts)
     # One sample more may fit into a little more.
-    return _Known(plan, peaks.at(size).allocator_bytes, budget + max(1, budget // 128))
+    least = peaks.at(size, parts=parts).allocator_bytes
+    return _Known(plan, least, budget + max(1, budget // 128))
 
 
-def _fit(bound: Bound, peaks: _Peaks, n: int, budget: int, whole: Estimate) -> tuple[int, int]:
-    """The largest size that fits, as far as lines tell, and one that a trace found to fit."""
+def _fit(bound: Bound, peaks: _Peaks, n: int, budget: int, whole: Estimate) -> tuple[int, int, int]:
+    """The largest size that fits, as far as lines tell, and one that a trace found to fit.
+
+    Also the number of parts to compute one sample in; 1 where that need not be.
+    """
     lines = _lines(peaks, n, budget, whole)
     fit = lines.largest(n, budget) if lines is not None else _nearest(peaks, n, budget, whole)
     while True:
         if fit < 1:
             one = peaks.at(1)
             if one.allocator_bytes > budget:
-                raise insufficient(one, budget, 1, bound, whole)
+                parts = _in_parts(bound, peaks, budget)
+                if parts is None:
+                    raise insufficient(one, budget, 1, bound, whole)
+                return 1, 1, parts
             fit = 1
         size = _friendly(fit, n)
         needed = peaks.at(size).allocator_bytes
         if needed <= budget:
-            return fit, size
-        # Blocks were rounded otherwise than between the two traces, or a kernel was.
+            return fit, size, 1
+        # Blocks were rounded otherwise than in the trace, or a kernel was chosen by size.
         fit = min(size - 1, int(size * budget / needed))
 
 
+def _in_parts(bound: Bound, peaks: _Peaks, budget: int) -> int | None:
+    """The fewest parts, computed again in the backward, in which one sample fits.
+
+    `OFFLOADED` where none do but saved tensors can go to the host; None if nothing helps.
+    """
+    if peaks.purpose == "value":
+        return None
+    before = peaks.at(1).allocator_bytes
+    parts, most = 2, most_parts(bound.program)
+    while parts <= most:
+        needed = peaks.at(1, parts=parts).allocator_bytes
+        if needed <= budget:
+            return parts
+        if needed > before:
+            # What crosses between ever more parts has become the larger share.
+            break
+        before = needed
+        parts *= 2
+    if not may_offload(bound.roots[0].meta.device):
+        return None
+    return OFFLOADED if peaks.at(1, parts=OFFLOADED).allocator_bytes <= budget else None
+
+
 def _lines(peaks: _Peaks, n: int, budget: int, whole: Estimate) -> Lines | None:
-    """Lines through two traces near the size that may fit; None for a few samples."""
+    """Lines from a trace near the size that may fit; None for a few samples."""
     if n < 12:
         return None
     guess = int(n * budget / max(whole.allocator_bytes, 1))
     guess = max(4, min(guess, n // 3))
     # The same sizes for similar budgets.
     many = 1 << (guess.bit_length() - 1)
-    few = many // 2
-    return Lines.through(few, peaks.at(few, full=True), many, peaks.at(many, full=True))
+    return Lines.of(many // 2, many, peaks.at(many, two_sizes=True))
 
 
 def _nearest(peaks: _Peaks, n: int, budget: int, whole: Estimate) -> int:
@@ -254,13 +284,15 @@ def _friendly(fit: int, n: int) -> int:
     return eight if eight <= fit else even
 
 
-def _plan(bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, fit: int) -> Plan:
+def _plan(
+    bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, fit: int, parts: int = 1
+) -> Plan:
     program = bound.program
     n = max(program.n, 1)
     count = -(-n // size)
 
     def trace() -> Estimate:
-        return peaks.at(size)
+        return peaks.at(size, parts=parts)
 
     details = unsplit_details(bound) if count > 1 else ()
     passes = [Pass(size, count, trace=trace)]
@@ -280,6 +312,7 @@ def _plan(bound: Bound, peaks: _Peaks, size: int, budget: int, reason: str, fit:
         unsplit_details=details,
         limited_by=reason if count > 1 else "",
         fit=fit,
+        parts=parts,
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from koila_rl.engine.gradients import Execution, RowSource, microbatches
 from koila_rl.engine.program import Program
 from koila_rl.memory.forms import NO_WRITES, InputForm, Writes
-from koila_rl.memory.results import RealResults
+from koila_rl.memory.results import real_results
 from koila_rl.memory.scratch import KernelScratch
 from koila_rl.memory.tracking import LiveCall, Moment, StorageTracker
 from koila_rl.recording.layouts import Layout
@@ -36,7 +36,7 @@ class Estimate:
     """With the scratch memory of kernels; the same where that is not counted."""
     calls: tuple[LiveCall, ...] = ()
     timeline: tuple[Moment, ...] = ()
-    """Phases are numbers of microbatches, or ``OUTSIDE``."""
+    """Phases are three times the number of a pass, plus that of a microbatch, or ``OUTSIDE``."""
     forward: int = 0
     """How many moments of the timeline belong to the forward."""
 
@@ -99,7 +99,7 @@ class _DryExecution(Execution):
 
     def __init__(
         self, program: Program, tensors: Sequence[Any], size: int, consts: list[Any], effects: Any,
-        tracker: StorageTracker, full: bool,
+        tracker: StorageTracker, two_sizes: bool,
     ) -> None:  # fmt: skip
         self.strict = True
         self.program = program
@@ -107,15 +107,18 @@ class _DryExecution(Execution):
         self.states = []
         self.size = size
         self.effects = effects
-        self.tracker, self.full = tracker, full
+        self.tracker, self.two_sizes = tracker, two_sizes
         self.env = {x.number: item for x, item in zip(program.inputs, tensors, strict=True)}
 
     def places(self, n: int) -> Any:
         every = microbatches(n, self.size)
-        if self.full:
-            every = [place for place in every if place[1] - place[0] == self.size]
-            return _Phases(self.tracker, every[:3])
-        return _Phases(self.tracker, every if len(every) <= 3 else [*every[:2], every[-1]])
+        small = self.size // 2
+        if self.two_sizes and 2 * self.size + small <= n:
+            between = self.size + small
+            every = [(0, self.size), (self.size, between), (between, between + self.size)]
+        elif len(every) > 3:
+            every = [*every[:2], every[-1]]
+        return _Phases(self.tracker, every)
 
 
 class _Phases(list[tuple[int, int]]):
@@ -126,8 +129,9 @@ class _Phases(list[tuple[int, int]]):
         self.tracker = tracker
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
+        self.tracker.passes += 1
         for number in range(len(self)):
-            self.tracker.phase = number
+            self.tracker.phase = 3 * self.tracker.passes + number
             yield self[number]
         self.tracker.phase = OUTSIDE
 
@@ -150,24 +154,26 @@ class _Dry:
 
 def estimate(
     program: Program, forms: Sequence[InputForm], consts: list[Any], size: int, purpose: str,
-    delivered: bool = False, writes: Writes = NO_WRITES, scratch: bool = True, full: bool = False,
+    delivered: bool = False, writes: Writes = NO_WRITES, scratch: bool = True,
+    two_sizes: bool = False,
+    parts: int = 1,
 ) -> Estimate:  # fmt: skip
     """The peak of a run in microbatches of ``size``; N or more is the whole minibatch.
 
     ``purpose`` is "backward" from the first root, or "value" or "graph" of all roots, with the
     backward that may follow. ``delivered``: gradients are computed in full before any is
     handed over, which a split always does and devices that can run out of memory need.
-    ``scratch``: whether the memory that kernels take counts. ``full``: only microbatches of
-    full size, so that what is live at one size is told from what is at two others.
+    ``scratch``: whether the memory that kernels take counts. ``two_sizes``: the second of three
+    microbatches has half the size, so that what is live at other sizes can be told (`Lines`).
+    ``parts``: of a stage, that are computed again in the backward.
     """
     with LOCK, quiet_fakes(), fakes(), torch.enable_grad():
         tensors = [_fake(form) for form in forms]
         workspaces = KernelScratch() if scratch else None
-        tracker = StorageTracker(workspaces=workspaces, record_timeline=True)
+        tracker = StorageTracker(workspaces=workspaces, results=real_results, record_timeline=True)
         tracker.phase = OUTSIDE
         tracker.register([x for x in tensors if isinstance(x, Tensor)])
-        # The tracker sees results first: it must not count the fakes that they replace.
-        with RealResults(), tracker:
+        with tracker:
             seed = None
             if purpose == "backward":
                 shape, dtype, device = program.root_metas[0]
@@ -180,7 +186,8 @@ def estimate(
                 roots = list(program.whole(program.n, consts, effects, effects, *inputs))
                 del inputs
             else:
-                run = _DryExecution(program, tensors, size, consts, effects, tracker, full)
+                run = _DryExecution(program, tensors, size, consts, effects, tracker, two_sizes)
+                run.parts = parts
                 roots = run.run(grad=purpose != "value", gradient=seed)
                 del run
                 delivered = True

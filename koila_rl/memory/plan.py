@@ -77,7 +77,8 @@ class Plan:
     fit: int = 0
     # How often the device ran out of memory all the same and the run started again, smaller.
     retries: int = 0
-    # Parts of a microbatch of one sample that are computed again in the backward.
+    # Parts of a microbatch of one sample that are computed again in the backward; 0 where
+    # instead what it saves lies in host memory meanwhile.
     parts: int = 1
 
     @property
@@ -139,6 +140,10 @@ class Plan:
             lines.append("  at the peak: " + ", ".join(map(str, calls)))
         if self.budget_bytes:
             lines.append(f"  budget: {format_bytes(self.budget_bytes)}")
+        if self.parts > 1:
+            lines.append(f"  in {self.parts} parts that are computed again in the backward")
+        elif not self.parts:
+            lines.append("  saved tensors in host memory between forward and backward")
         if self.split and self.limited_by:
             lines.append(f"  split because {self.limited_by}")
         if self.unsplit_details:

@@ -20,6 +20,7 @@ from torch._library.simple_registry import singleton as _library_entries
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -38,9 +39,11 @@ __all__ = [
     "has_fake_kernel",
     "profiler_enabled",
     "with_modes",
+    "without_modes",
 ]
 
 profiler_enabled = _profiler_enabled
+without_modes = _disable_current_modes
 dispatch_modes = _get_current_dispatch_mode_stack
 
 

@@ -69,6 +69,36 @@ def test_a_network_of_which_one_sample_does_not_fit_trains_in_a_quarter() -> Non
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
+def test_saved_tensors_go_to_the_host_where_no_number_of_parts_fits() -> None:
+    torch.manual_seed(0)
+    module = Deep(12).double()
+    twin = copy.deepcopy(module)
+    with koila_rl.limits(microbatch=1):
+        torch.manual_seed(1)
+        module(koila_rl.lazy(samples())).backward()
+    with koila_rl.SimulatedDevice("1MiB") as device:
+        torch.manual_seed(1)
+        loss = twin(koila_rl.lazy(samples()))
+        assert koila_rl.plan(loss).parts == 0
+        loss.backward()
+    plan = koila_rl.last_plan()
+    assert plan is not None
+    assert (plan.parts, plan.retries) == (0, 0)
+    assert device.peak_bytes <= 1 << 20
+    assert "host memory" in str(plan)
+    for mine, theirs in zip(gradients(twin), gradients(module), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_what_does_not_fit_at_all_is_told_before_anything_runs() -> None:
+    module = Deep(12).double()
+    with koila_rl.SimulatedDevice("256KiB"):
+        loss = module(koila_rl.lazy(samples()))
+        with pytest.raises(koila_rl.InsufficientMemoryError, match="one sample needs"):
+            loss.backward()
+    assert not gradients(module)
+
+
 @pytest.mark.filterwarnings("ignore::koila_rl.UnsplitWarning")
 @pytest.mark.parametrize("build", [Deep, Clipped, WithNorm, Cuts])
 def test_one_sample_that_fails_runs_in_parts(build: Callable[[], nn.Module]) -> None:
