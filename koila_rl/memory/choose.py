@@ -126,9 +126,9 @@ def _state(bound: Bound) -> tuple[Any, ...]:
             tensor = x.attached
             state.append(tensor.requires_grad and tensor.is_leaf and tensor.grad is not None)
         else:
-            data = x.call.data
+            data, rows = x.call.data, x.call.rows
             state.append(
-                None if data is None
+                (rows.raw_bytes, rows.prefetch is not None) if data is None
                 else data.requires_grad and data.is_leaf and data.grad is not None
             )  # fmt: skip
     if _has_effects(bound.program):
