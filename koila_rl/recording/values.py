@@ -124,6 +124,14 @@ def _describe(tensor: Tensor, n: int, layout: Layout | None) -> Meta:
     )  # fmt: skip
 
 
+class Ahead(Protocol):
+    """Rows that are on their way: calling it waits for them, ``drop`` lets them go."""
+
+    def __call__(self) -> Tensor: ...
+
+    def drop(self) -> None: ...
+
+
 class Rows(Protocol):
     """A minibatch whose rows are delivered when a microbatch runs.
 
