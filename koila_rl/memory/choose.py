@@ -93,13 +93,11 @@ def choose(bound: Bound, purpose: str, whole: bool = False) -> Plan:
     simulated = active_device.get() is not None
     fixed = ("chosen", purpose, limits.microbatch, whole, simulated)
     # Where a program fits many times over, nothing of what differs between updates matters.
-    known: _Known | None = program.plans.get(fixed)
-    found: Plan | None = known.under(budget) if known is not None else None
+    found = _recalled(program, fixed, budget)
     if found is not None:
         return found
     key = (*fixed, _state(bound))
-    known = program.plans.get(key)
-    found = known.under(budget) if known is not None else None
+    found = _recalled(program, key, budget)
     if found is not None:
         return found
     if len(program.plans) > MOST_KEPT:
@@ -113,6 +111,11 @@ def choose(bound: Bound, purpose: str, whole: bool = False) -> Plan:
     program.plans[fixed if made.roomy else key] = made
     plan: Plan = made.plan
     return plan
+
+
+def _recalled(program: Program, key: Any, budget: int) -> Plan | None:
+    known: _Known | None = program.plans.get(key)
+    return known.under(budget) if known is not None else None
 
 
 def _state(bound: Bound) -> tuple[Any, ...]:

@@ -1,48 +1,63 @@
-"""Bytes at every moment of a program as lines in the microbatch size, from two traces.
+"""Bytes at every moment of a program as lines in the microbatch size, from one trace.
 
-Each moment's bytes grow in proportion to the samples of the microbatch at work. Traces at two
-sizes pass the same moments, so they tell every line; the peak at any size is the largest of
-them. It is a maximum of lines, not a line, which is why two peaks alone would not do.
+Each moment's bytes grow in proportion to the samples of the microbatch at work. A trace whose
+second microbatch has half the size of the third passes the same moments in both, so it tells
+every line; the peak at any size is the largest of them. It is a maximum of lines, not a line,
+which is why two peaks alone would not do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from koila_rl.memory.estimate import OUTSIDE, Estimate
 
 __all__ = ["Lines"]
 
+Line = tuple[float, float]
+
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Bytes as ``base + slope · samples`` for moments in each phase; repeated ones left out."""
+    """Bytes as ``base + slope · samples``, highest lines only.
 
-    phases: dict[int, tuple[tuple[float, float], ...]]
+    ``first`` of the first microbatch of each pass, ``later`` of the others, which find gradients
+    and sums of those before; ``outside`` bytes between passes.
+    """
+
+    first: tuple[Line, ...]
+    later: tuple[Line, ...]
+    outside: float
 
     @classmethod
-    def through(cls, few: int, low: Estimate, many: int, high: Estimate) -> Lines | None:
-        """Lines through traces at two sizes; None where they did not pass the same moments."""
-        if len(low.timeline) != len(high.timeline):
-            return None
-        phases: dict[int, set[tuple[float, float]]] = {}
-        for x, y in zip(low.timeline, high.timeline, strict=True):
-            if x.phase != y.phase:
+    def of(cls, few: int, many: int, estimate: Estimate) -> Lines | None:
+        """Lines from a trace with ``two_sizes``; None where microbatches were not alike."""
+        phases: dict[int, list[float]] = {}
+        for moment in estimate.timeline:
+            taken = moment.live_bytes + moment.scratch_bytes
+            phases.setdefault(moment.phase, []).append(taken)
+        first: set[Line] = set()
+        later: set[Line] = set()
+        outside = max(phases.pop(OUTSIDE, [0.0]))
+        for number in {phase // 3 for phase in phases}:
+            opening, low, high = (phases.get(3 * number + k, []) for k in range(3))
+            if len(low) != len(high):
                 return None
-            before, after = x.live_bytes + x.scratch_bytes, y.live_bytes + y.scratch_bytes
-            slope = (after - before) / (many - few)
-            phases.setdefault(x.phase, set()).add((before - slope * few, slope))
-        return cls({phase: _upper(lines) for phase, lines in phases.items()})
+            slopes = [(y - x) / (many - few) for x, y in zip(low, high, strict=True)]
+            lines = [(y - slope * many, slope) for y, slope in zip(high, slopes, strict=True)]
+            later.update(lines)
+            if len(opening) == len(high):
+                pairs = zip(opening, slopes, strict=True)
+                first.update((x - slope * many, slope) for x, slope in pairs)
+            else:
+                first.update(lines)
+        return cls(_upper(first), _upper(later), outside) if later else None
 
     def peak(self, size: int, n: int) -> float:
         """Bytes at the peak in microbatches of ``size`` out of n samples."""
-        most = 0.0
-        for phase, lines in self.phases.items():
-            # Only the last microbatch may be smaller, and the third stands for all others.
-            samples = size if phase == OUTSIDE else min(size, n - phase * size)
-            if samples > 0:
-                most = max(most, max(base + slope * samples for base, slope in lines))
-        return most
+        following = min(size, n - size)
+        return max(self.outside, _highest(self.first, size), _highest(self.later, following))
 
     def largest(self, n: int, budget: int) -> int:
         """The largest size below n whose peak is within the budget; 0 if there is none."""
@@ -56,9 +71,13 @@ class Lines:
         return low
 
 
-def _upper(lines: set[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+def _highest(lines: tuple[Line, ...], samples: int) -> float:
+    return max((base + slope * samples for base, slope in lines), default=0.0)
+
+
+def _upper(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Without those that another one passes at every size."""
-    kept: list[tuple[float, float]] = []
+    kept: list[Line] = []
     highest = float("-inf")
     for base, slope in sorted(lines, key=lambda line: (-line[1], -line[0])):
         if base > highest:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from koila_rl.memory.storages import tensors_in
-from koila_rl.recording.private import FakeTensor, TorchDispatchMode
 
-__all__ = ["RealResults"]
+__all__ = ["real_results"]
 
 aten: Any = torch.ops.aten
 
@@ -37,28 +36,18 @@ _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 _WORKSPACES: dict[Any, int] = {}
 
 
-class RealResults(TorchDispatchMode):
-    """Give the results of fake calls the storages that the real kernels' results have."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not isinstance(args[0] if args else None, FakeTensor):
-            return out
-        position = _LOSSES.get(func)
-        if position is not None:
-            return _as_loss(out, args, (kwargs or {}), position)
-        if func in _BAGS and out[1].numel():
-            return (out[0], _with_storage(out[1], out[1].numel() + 1), *out[2:])
-        if _LAYER is not None and func is _LAYER.default:
-            return _as_recurrent_layer(out, args)
-        if _LAYER_BACKWARD is not None and func is _LAYER_BACKWARD.default:
-            return (*out[:4], torch.empty_like(out[4]), *out[5:])
-        return out
+def real_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """The results of a fake call with the storages that the real kernel's results have."""
+    position = _LOSSES.get(func)
+    if position is not None:
+        return _as_loss(out, args, kwargs, position)
+    if func in _BAGS and out[1].numel():
+        return (out[0], _with_storage(out[1], out[1].numel() + 1), *out[2:])
+    if _LAYER is not None and func is _LAYER.default:
+        return _as_recurrent_layer(out, args)
+    if _LAYER is not None and func is _LAYER_BACKWARD.default:
+        return (*out[:4], torch.empty_like(out[4]), *out[5:])
+    return out
 
 
 def _with_storage(x: Tensor, count: int) -> Tensor:

@@ -20,7 +20,7 @@ from koila_rl.memory.storages import (
     tensors_in,
     wraps_other_tensors,
 )
-from koila_rl.recording.private import TorchDispatchMode, backward_node
+from koila_rl.recording.private import FakeTensor, TorchDispatchMode, backward_node
 
 __all__ = ["LiveCall", "Moment", "StorageListener", "StorageTracker", "Workspaces", "short_name"]
 
@@ -58,6 +58,11 @@ class StorageListener(Protocol):
 
 
 _UNKNOWN = "not made by an operator here"
+
+_DEVICE: Any = torch.ops.prim.device.default
+
+# Of a call: the operator, its arguments, keyword arguments and result.
+Results = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 class Workspaces(Protocol):
@@ -112,6 +117,7 @@ class StorageTracker(TorchDispatchMode):
             that are not followed.
         workspaces: what operators take beyond their results; raises ``allocator_peak_bytes``
             above the peak.
+        results: takes a call and what it returned, and gives what counts and is returned instead.
         record_timeline: keep a ``Moment`` for each storage made and each use of a workspace.
     """
 
@@ -124,6 +130,7 @@ class StorageTracker(TorchDispatchMode):
         follow_fake: bool = True,
         note_unknown: bool = False,
         workspaces: Workspaces | None = None,
+        results: Results | None = None,
         record_timeline: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,11 +147,14 @@ class StorageTracker(TorchDispatchMode):
         """If set, names the storages made from here on instead of their operator."""
         self.phase = 0
         """Kept in the timeline; whoever runs the program says what it means."""
+        self.passes = 0
+        """Counted by whoever runs the program."""
         self.timeline: list[Moment] = []
         self._listener = listener
         self._follow_fake = follow_fake
         self._note_unknown = note_unknown
         self._workspaces = workspaces
+        self._results = results
         self._unknown_live = 0
         self._record_timeline = record_timeline
         self._entries: dict[int, _Entry] = {}
@@ -222,6 +232,9 @@ class StorageTracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            # Autograd asks for it more often than it runs operators.
+            return args[0].fake_device
         if any(map(wraps_other_tensors, types)):
             return NotImplemented  # its own handler runs with this mode active, and is seen
         self._recount_survivor()
@@ -230,6 +243,8 @@ class StorageTracker(TorchDispatchMode):
             self._note(func, args, kwargs)
         before = storage_sizes(args, kwargs) if may_resize(func) else None
         out = func(*args, **kwargs)
+        if self._results is not None:
+            out = self._results(func, args, kwargs, out)
         refusal = None
         try:
             self._see(out, func, args, kwargs, before)
