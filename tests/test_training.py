@@ -13,7 +13,7 @@ import torch
 
 import koila_rl
 from koila_rl.agents.interface import Progress
-from koila_rl.errors import ConfigurationError, KoilaError
+from koila_rl.errors import ConfigurationError, EnvironmentFailedError, KoilaError
 from tests.environments import Counting
 
 QUICK: dict[str, Any] = {"n_steps": 16, "batch_size": 16, "n_epochs": 1, "progress": False}
@@ -87,6 +87,19 @@ def test_resume_goes_on_where_the_run_was(tmp_path: Path) -> None:
     assert len(steps) == len(set(steps)) > len(seen)
 
 
+@pytest.mark.parametrize("agent", ["ppo", "recurrent_ppo"])
+def test_resuming_twice_gives_the_same_parameters_bitwise(agent: str) -> None:
+    quick = {**QUICK, "normalize_observation": True}
+    koila_rl.train("CartPole-v1", agent, 32, n_envs=2, run_dir="a", **quick)
+    found = []
+    for run_dir in ("b", "c"):
+        again = koila_rl.train(
+            "CartPole-v1", agent, 96, resume="a", run_dir=run_dir, progress=False
+        ).agent
+        found.append(torch.cat([p.detach().flatten() for p in again.network.parameters()]))
+    assert torch.equal(found[0], found[1])
+
+
 class Breaking(Counting):
     def step(self, action: Any) -> Any:
         if self.count == 2:
@@ -97,7 +110,7 @@ class Breaking(Counting):
 
 
 def test_a_run_that_breaks_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="motor"):
+    with pytest.raises(EnvironmentFailedError, match=r"environment 0 .* at action .*motor"):
         koila_rl.train(Breaking, total_timesteps=1000, run_dir="a", **QUICK)
     names = {path.name for path in Path("a").iterdir()}
     assert {"agent.pt", "metrics.csv", "learning_curve.png"} <= names

@@ -75,7 +75,13 @@ def test_ppo_on_nested_observations() -> None:
 
 @pytest.mark.parametrize(
     "switches",
-    [{}, {"double": True, "dueling": True, "prioritized": True, "n_steps": 3}],
+    [
+        {},
+        pytest.param(
+            {"double": True, "dueling": True, "prioritized": True, "n_steps": 3},
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["plain", "all"],
 )
 def test_dqn(switches: dict[str, Any]) -> None:
@@ -103,7 +109,7 @@ class Recall(Identity):
         return state, float(right), terminated, truncated, info
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", ["lstm", pytest.param("gru", marks=pytest.mark.slow)])
 def test_recurrent_ppo_remembers(cell: str) -> None:
     def env() -> Recall:
         return Recall(gym.spaces.Discrete(2))

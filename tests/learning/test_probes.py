@@ -40,20 +40,20 @@ def value(agent: PPO | DQN, observation: float) -> float:
 
 @pytest.mark.parametrize("learn", [ppo, dqn])
 def test_values(learn: Callable[..., PPO | DQN]) -> None:
-    assert value(learn(lambda: Probe("one-step"), 1_000), 0.0) == pytest.approx(1.0, abs=0.1)
-    agent = learn(lambda: Probe("two-step"), 1_500)
+    assert value(learn(lambda: Probe("one-step"), 600), 0.0) == pytest.approx(1.0, abs=0.1)
+    agent = learn(lambda: Probe("two-step"), 1_000)
     assert value(agent, 1.0) == pytest.approx(1.0, abs=0.15)
     assert value(agent, -1.0) == pytest.approx(-1.0, abs=0.15)
-    agent = learn(lambda: Probe("discount"), 2_000)
+    agent = learn(lambda: Probe("discount"), 1_500)
     assert value(agent, 1.0) == pytest.approx(1.0, abs=0.1)
     assert value(agent, 0.0) == pytest.approx(GAMMA, abs=0.1)
 
 
 @pytest.mark.parametrize("learn", [ppo, dqn])
 def test_actions(learn: Callable[..., PPO | DQN]) -> None:
-    agent = learn(lambda: Probe("action"), 1_500)
+    agent = learn(lambda: Probe("action"), 600)
     assert int(agent.act([0.0], deterministic=True)) == 1
-    agent = learn(lambda: Probe("both"), 2_000)
+    agent = learn(lambda: Probe("both"), 1_200)
     assert int(agent.act([1.0], deterministic=True)) == 1
     assert int(agent.act([-1.0], deterministic=True)) == 0
 
@@ -61,4 +61,4 @@ def test_actions(learn: Callable[..., PPO | DQN]) -> None:
 @pytest.mark.parametrize("learn", [ppo, dqn])
 def test_truncation_is_no_end(learn: Callable[..., PPO | DQN]) -> None:
     # Without bootstrapping at the time limit of 2 steps it would be 1.5 at most.
-    assert value(learn(lambda: Endless(2), 3_000), 1.0) == pytest.approx(1 / (1 - GAMMA), rel=0.05)
+    assert value(learn(lambda: Endless(2), 2_000), 1.0) == pytest.approx(1 / (1 - GAMMA), rel=0.05)
