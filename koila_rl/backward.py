@@ -137,13 +137,12 @@ def tuner_of(bound: Bound, plan: Plan) -> Tuner | None:
     limits = current_limits()
     if not limits.tune or limits.microbatch is not None or plan.parts != 1 or plan.batch_size <= 1:
         return None
-    key = ("tuner", limits.memory)
-    tuner: Tuner | None = bound.program.plans.get(key)
+    tuner: Tuner | None = bound.program.tuners.get(limits.memory)
     fit = plan.fit if plan.split else plan.batch_size
     if tuner is None or max(tuner.seconds) > fit:
         # Memory that has gone since makes the larger sizes impossible.
         sizes = candidates(fit, plan.batch_size)
-        tuner = bound.program.plans[key] = Tuner(sizes)
+        tuner = bound.program.tuners[limits.memory] = Tuner(sizes)
     return tuner
 
 

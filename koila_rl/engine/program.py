@@ -90,6 +90,8 @@ class Program:
     # How often it has been bound the general way, and whether code recognises it by now.
     met: int = 0
     recognised: bool = False
+    # What times microbatch sizes (`koila_rl.memory.tuner.Tuner`), by the memory allowed.
+    tuners: dict[Any, Any] = field(default_factory=dict)
     # A size that failed although it was planned (`koila_rl.recovery.Failure`).
     failure: Any = None
     # Shape, type and device of each root.
