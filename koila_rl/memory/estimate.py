@@ -17,9 +17,11 @@ from torch import Tensor
 from koila_rl.engine.gradients import Execution, RowSource, microbatches
 from koila_rl.engine.program import Program
 from koila_rl.memory.forms import NO_WRITES, InputForm, Writes
+from koila_rl.memory.live import LiveCall, Moment
 from koila_rl.memory.results import real_results
 from koila_rl.memory.scratch import KernelScratch
-from koila_rl.memory.tracking import LiveCall, Moment, StorageTracker
+from koila_rl.memory.storages import round_to_block
+from koila_rl.memory.tracking import StorageTracker
 from koila_rl.recording.layouts import Layout
 from koila_rl.recording.trace import LOCK, fakes, quiet_fakes
 
@@ -200,8 +202,23 @@ def estimate(
                 del kept
                 _differentiate(roots, seed)
         most = max(tracker.peak_bytes, tracker.allocator_peak_bytes)
+        if scratch and program.random:
+            most += _random_state_bytes(program, size)
         calls = tracker.peak_calls()[:8]
         return Estimate(tracker.peak_bytes, most, calls, tuple(tracker.timeline), forward)
+
+
+def _random_state_bytes(program: Program, size: int) -> int:
+    """Bytes of the random states that are kept to draw the same numbers in later passes."""
+    if size >= program.n:
+        draws = sum(info.random for info in program.calls)
+    else:
+        draws = sum(
+            len(microbatches(step.n, size)) if step.step.kind != "global" else 1
+            for step in program.steps
+            if step.step.random
+        )
+    return int(draws) * round_to_block(int(torch.get_rng_state().nbytes))
 
 
 def _differentiate(roots: list[Tensor], seed: Tensor | None) -> None:
