@@ -22,6 +22,7 @@ import koila_rl
 from koila_rl.agents.base import BaseAgent
 from koila_rl.agents.dqn_hyperparameters import Hyperparameters
 from koila_rl.agents.interface import Progress
+from koila_rl.agents.interleaving import Update, Work, backward
 from koila_rl.agents.networks import QNetwork
 from koila_rl.agents.schedules import at
 from koila_rl.envs import Episode, VectorEnvironment
@@ -63,22 +64,26 @@ class DQN(BaseAgent):
         """Alternate steps and updates until ``total_timesteps`` transitions were seen.
 
         ``callback`` is called after the update at which ``report_interval`` transitions have
-        passed since it was called last; learning ends early where it returns False.
+        passed since it was called last; learning ends early where it returns False. With
+        ``update="interleaved"`` an update runs during the steps that follow it and learns from
+        the replay as it was before them.
         """
         env, values = self._environment(), self.hyperparameters
         replay = self.replay = self.replay or self._make_replay(env.n_envs)
         episodes: list[Episode] = []
-        metrics: dict[str, float] = {}
-        reported = self.num_timesteps
+        update, reported = Update(), self.num_timesteps
         while self.num_timesteps < total_timesteps:
             before = self.num_timesteps
-            episodes += self.collect(env, replay, total_timesteps)
+            with update:
+                episodes += self.collect(env, replay, total_timesteps, update)
+            metrics = update.metrics
             progress = max(0.0, 1.0 - self.num_timesteps / total_timesteps)
             if self.num_timesteps > values.learning_starts:
                 steps = values.gradient_steps
-                metrics = self.update(
-                    replay, self.num_timesteps - before if steps < 0 else steps, progress
-                )
+                steps = self.num_timesteps - before if steps < 0 else steps
+                update = Update(self.updating(replay, steps, progress))
+                if values.update == "blocking" or self.num_timesteps >= total_timesteps:
+                    metrics = update.finish()
             metrics["rollout/exploration_rate"] = self.exploration_rate(total_timesteps)
             due = self.num_timesteps - reported >= values.report_interval
             if due or self.num_timesteps >= total_timesteps:
@@ -92,34 +97,46 @@ class DQN(BaseAgent):
 
     @torch.no_grad()
     def collect(
-        self, env: VectorEnvironment, replay: koila_rl.ReplayBuffer, total_timesteps: int
+        self,
+        env: VectorEnvironment,
+        replay: koila_rl.ReplayBuffer,
+        total_timesteps: int,
+        update: Update,
     ) -> list[Episode]:
-        """Act ε-greedily for ``train_freq`` steps of every environment and store them."""
+        """Act ε-greedily for ``train_freq`` steps of every environment and store them.
+
+        ``update`` runs between the steps; replay and target network change when it has ended.
+        """
         episodes: list[Episode] = []
-        for _ in range(self.hyperparameters.train_freq):
+        rows: list[tuple[dict[str, Any], Tensor]] = []
+        moves, n_steps = 0, self.hyperparameters.train_freq
+        for t in range(n_steps):
             observation = self.interface.tensor(self._first_observation(env))
             action = self.explore(observation, env.n_envs, self.exploration_rate(total_timesteps))
-            step = env.step(self.interface.to_environment(action))
-            replay.extend(
-                {
-                    "observation": observation,
-                    "action": action,
-                    "next": {
-                        "observation": each(torch.from_numpy, step.next_observation),
-                        "reward": torch.from_numpy(step.reward),
-                        "terminated": torch.from_numpy(step.terminated),
-                        "truncated": torch.from_numpy(step.truncated),
-                    },
+            step = update.step(env, self.interface.to_environment(action), t + 1, n_steps)
+            row = {
+                "observation": observation,
+                "action": action,
+                "next": {
+                    "observation": each(torch.from_numpy, step.next_observation),
+                    "reward": torch.from_numpy(step.reward),
+                    "terminated": torch.from_numpy(step.terminated),
+                    "truncated": torch.from_numpy(step.truncated),
                 },
-                skip=torch.from_numpy(step.reset),
-            )
+            }
+            rows.append((row, torch.from_numpy(step.reset)))
             self._observation = step.observation
             before = self.num_timesteps
             self.num_timesteps += int((~step.reset).sum())
             interval = self.hyperparameters.target_update_interval
-            if self.num_timesteps // interval > before // interval:
-                self.update_target()
+            moves += self.num_timesteps // interval > before // interval
             episodes += step.episodes
+            if update.done:
+                for row, reset in rows:
+                    replay.extend(row, skip=reset)
+                for _ in range(moves):
+                    self.update_target()
+                rows, moves = [], 0
         return episodes
 
     def exploration_rate(self, total_timesteps: int) -> float:
@@ -152,6 +169,10 @@ class DQN(BaseAgent):
         self, replay: koila_rl.ReplayBuffer, gradient_steps: int, progress: float = 1.0
     ) -> dict[str, float]:
         """Optimizer steps on minibatches of ``replay``; metrics are of the last of them."""
+        return Update(self.updating(replay, gradient_steps, progress)).finish()
+
+    def updating(self, replay: koila_rl.ReplayBuffer, gradient_steps: int, progress: float) -> Work:
+        """:meth:`update` in slices."""
         values = self.hyperparameters
         learning_rate = self._set_learning_rate(values.learning_rate, progress)
         diagnostics: dict[str, float] = {}
@@ -161,7 +182,8 @@ class DQN(BaseAgent):
             minibatch = replay.sample(values.batch_size)
             loss, td_error, q = self.loss(minibatch)
             self.optimizer.zero_grad()
-            loss.backward()
+            left, sliced = gradient_steps - 1 - step, values.update == "interleaved"
+            yield from backward(loss, left, sliced)
             # Read before the weights change: the run of backward has computed them.
             if isinstance(replay, koila_rl.PrioritizedReplayBuffer):
                 replay.update_priorities(minibatch, td_error)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from koila_rl.agents import hyperparameters
 from koila_rl.agents.encoders import CNNS
+from koila_rl.agents.interleaving import UPDATES
 from koila_rl.agents.schedules import Linear, Schedule
 from koila_rl.errors import ConfigurationError
 
@@ -52,6 +53,8 @@ class Hyperparameters:
     """Frames that the environment stacks in an observation; above 1 each is stored once."""
     report_interval: int = 1_000
     """Transitions between two calls of the callback."""
+    update: str = "blocking"
+    """When updates run: "blocking" after ``train_freq`` steps, "interleaved" during the next."""
 
     def check(self, n_envs: int) -> None:
         """Raise :class:`ConfigurationError` where a value, or a pair of them, cannot be used."""
@@ -78,6 +81,7 @@ class Hyperparameters:
             report_interval=(1, infinity),
         )
         hyperparameters.check_choice(self, "features_extractor", CNNS)
+        hyperparameters.check_choice(self, "update", UPDATES)
         if self.buffer_size < n_envs * self.n_steps:
             raise ConfigurationError(
                 f"buffer_size is {self.buffer_size} but n_envs * n_steps = {n_envs} * "

@@ -7,6 +7,9 @@ microbatches as the memory limits ask for, and nothing here needs to know how ma
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +23,7 @@ from koila_rl.agents.averages import mean, normalized
 from koila_rl.agents.base import BaseAgent
 from koila_rl.agents.distributions import Distribution
 from koila_rl.agents.interface import Progress
+from koila_rl.agents.interleaving import Update, Work, backward
 from koila_rl.agents.networks import ActorCritic
 from koila_rl.agents.ppo_hyperparameters import Hyperparameters
 from koila_rl.agents.schedules import at
@@ -37,6 +41,7 @@ class PPO(BaseAgent):
     action_spaces = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
     hyperparameters: Hyperparameters
     network: ActorCritic
+    _behind: ActorCritic | None = None
 
     def _build(self, images: bool) -> None:
         values = self.hyperparameters
@@ -57,34 +62,72 @@ class PPO(BaseAgent):
     ) -> PPO:
         """Alternate rollouts and updates until ``total_timesteps`` transitions were seen.
 
-        ``callback`` is called after each update; learning ends early where it returns False.
+        With ``update="interleaved"`` an update runs while the next rollout is collected, with the
+        weights as they were before the update. ``callback`` is called after each update with the
+        transitions it was made from; learning ends early where it returns False.
         """
-        env, values = self._environment(), self.hyperparameters
-        # Where learning goes on from a checkpoint, minibatches are shuffled in another order.
-        seed = self.seed + self.num_timesteps
-        rollout = koila_rl.RolloutBuffer(values.n_steps, env.n_envs, seed=seed, device=self.device)
+        env, self._behind = self._environment(), None
+        rollouts = itertools.cycle(self._rollouts(env.n_envs))
+        update, waiting = Update(), None
+
+        def report(num_timesteps: int, episodes: tuple[Episode, ...]) -> bool:
+            state = Progress(self, num_timesteps, total_timesteps, update.metrics, episodes)
+            return callback is None or callback(state) is not False
+
         while self.num_timesteps < total_timesteps:
-            episodes = self.collect_rollout(env, rollout)
+            rollout = next(rollouts)
+            with update:
+                episodes = self.collect_rollout(env, rollout, update)
+            if waiting is not None and not report(*waiting):
+                break
             self.evaluate_rollout(rollout)
             self.estimate_advantages(rollout)
             progress = max(0.0, 1.0 - self.num_timesteps / total_timesteps)
-            metrics = self.update(rollout, progress)
-            state = Progress(self, self.num_timesteps, total_timesteps, metrics, episodes)
-            if callback is not None and callback(state) is False:
-                break
+            update, waiting = self._begin(rollout, progress), (self.num_timesteps, episodes)
+            if self._behind is None or self.num_timesteps >= total_timesteps:
+                update.finish()
+                if not report(*waiting):
+                    break
+                waiting = None
+        self._behind = None
         return self
+
+    def _rollouts(self, n_envs: int) -> list[koila_rl.RolloutBuffer]:
+        """One buffer, or two where one is filled while the other is learned from."""
+        # Where learning goes on from a checkpoint, minibatches are shuffled in another order.
+        seed = self.seed + self.num_timesteps
+        return [
+            koila_rl.RolloutBuffer(
+                self.hyperparameters.n_steps, n_envs, seed=seed + i, device=self.device
+            )
+            for i in range(1 + (self.hyperparameters.update == "interleaved"))
+        ]
+
+    def _begin(self, rollout: koila_rl.RolloutBuffer, progress: float) -> Update:
+        """An update of which nothing has run yet; acting goes on with the weights of now."""
+        if self.hyperparameters.update == "interleaved":
+            if self._behind is None:
+                self._behind = copy.deepcopy(self.network).requires_grad_(False)
+            self._behind.load_state_dict(self.network.state_dict())
+        return Update(self.updating(rollout, progress))
+
+    @property
+    def acting(self) -> ActorCritic:
+        """The network that acts: one behind the network that learns, where updates interleave."""
+        return self.network if self._behind is None else self._behind
 
     @torch.no_grad()
     def collect_rollout(
-        self, env: VectorEnvironment, rollout: koila_rl.RolloutBuffer
+        self, env: VectorEnvironment, rollout: koila_rl.RolloutBuffer, update: Update | None = None
     ) -> tuple[Episode, ...]:
-        """Act for ``n_steps`` steps with the current policy and fill ``rollout``."""
+        """Act for ``n_steps`` steps and fill ``rollout``; ``update`` runs between the steps."""
+        update = update or Update()
         rollout.clear()
         episodes: list[Episode] = []
         for t in range(rollout.n_steps):
             observation = self.interface.tensor(self._first_observation(env))
             action, acted = self.decide(observation)
-            step = env.step(self.interface.to_environment(action))
+            step = update.step(env, self.interface.to_environment(action), t + 1, rollout.n_steps)
             next_value = torch.zeros(env.n_envs, device=self.device)
             if step.truncated.any() or t == rollout.n_steps - 1:
                 # The row that follows does not start from the state that this step led to.
@@ -111,11 +154,11 @@ class PPO(BaseAgent):
 
     def decide(self, observation: Any) -> tuple[Tensor, dict[str, Any]]:
         """Actions ``[n_envs, …]``, and what else of the decision belongs in the rollout."""
-        return self.network.distribution(observation).sample(self.generator), {}
+        return self.acting.distribution(observation).sample(self.generator), {}
 
     def next_value(self, next_observation: Any) -> Tensor:
         """V ``[n_envs]`` of what the last decision led to."""
-        return self.network.value(next_observation)
+        return self.acting.value(next_observation)
 
     def after_step(self, step: Step) -> None:
         """What else must know of a step."""
@@ -130,7 +173,7 @@ class PPO(BaseAgent):
         data = rollout.data
         samples = data.select("observation", "action").flatten(0, 1)
         lazy = koila_rl.lazy(samples, device=self.device)
-        distribution, value = self.network(lazy["observation"])
+        distribution, value = self.acting(lazy["observation"])
         log_prob = distribution.log_prob(lazy["action"])
         for name, column in (("action_log_prob", log_prob), ("state_value", value)):
             real: Tensor = koila_rl.materialize(column)
@@ -157,20 +200,27 @@ class PPO(BaseAgent):
 
     def update(self, rollout: koila_rl.RolloutBuffer, progress: float = 1.0) -> dict[str, float]:
         """``n_epochs`` passes over ``rollout``; the metrics are defined in ``docs/ppo.md``."""
+        return Update(self.updating(rollout, progress)).finish()
+
+    def updating(self, rollout: koila_rl.RolloutBuffer, progress: float) -> Work:
+        """:meth:`update` in slices."""
         values = self.hyperparameters
         learning_rate = self._set_learning_rate(values.learning_rate, progress)
         if rollout.data["reset"].all():
             return {}
         history: list[dict[str, float]] = []
+        left = values.n_epochs * math.ceil(int((~rollout.data["reset"]).sum()) / values.batch_size)
         for minibatch in self.minibatches(rollout):
             loss, diagnostics = self.loss(minibatch, progress)
-            # Read before the gradient: the step that would go too far is not taken.
-            if values.target_kl and float(diagnostics["approx_kl"]) > 1.5 * values.target_kl:
-                break
             self.optimizer.zero_grad()
-            loss.backward()
+            left -= 1
+            yield from backward(loss, left, sliced=values.update == "interleaved")
             # Read before the weights change: the run of backward has computed them.
-            history.append({name: float(value) for name, value in diagnostics.items()})
+            read = {name: float(value) for name, value in diagnostics.items()}
+            # The step that would go too far is not taken.
+            if values.target_kl and read["approx_kl"] > 1.5 * values.target_kl:
+                break
+            history.append(read)
             nn.utils.clip_grad_norm_(self.network.parameters(), values.max_grad_norm)
             self.optimizer.step()
         names = history[0] if history else ()

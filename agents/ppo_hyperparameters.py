@@ -7,6 +7,7 @@ from typing import Any
 
 from koila_rl.agents import hyperparameters
 from koila_rl.agents.encoders import CNNS
+from koila_rl.agents.interleaving import UPDATES
 from koila_rl.agents.schedules import Schedule
 from koila_rl.errors import ConfigurationError
 
@@ -43,6 +44,8 @@ class Hyperparameters:
     """Whether Box actions go through tanh and are scaled to the bounds, instead of clipped."""
     normalize_observation: bool = False
     normalize_reward: bool = False
+    update: str = "blocking"
+    """When updates run: "blocking", after each rollout, or "interleaved", during the next."""
 
     def head_settings(self) -> dict[str, Any]:
         """Those that the distribution over actions takes."""
@@ -70,6 +73,7 @@ class Hyperparameters:
         )
         hyperparameters.check_positive(self, "clip_range", "clip_range_vf")
         hyperparameters.check_choice(self, "features_extractor", CNNS)
+        hyperparameters.check_choice(self, "update", UPDATES)
         samples = self.n_steps * n_envs
         if samples == 1:
             raise ConfigurationError(

@@ -21,10 +21,12 @@ from torch import Tensor
 import koila_rl
 from koila_rl.agents import hyperparameters
 from koila_rl.agents.distributions import Distribution
+from koila_rl.agents.interleaving import Update
 from koila_rl.agents.ppo import PPO
 from koila_rl.agents.ppo_hyperparameters import Hyperparameters
 from koila_rl.agents.recurrent_networks import CELLS, RecurrentActorCritic
 from koila_rl.envs import Episode, Step, VectorEnvironment
+from koila_rl.errors import ConfigurationError
 
 __all__ = ["RecurrentHyperparameters", "RecurrentPPO"]
 
@@ -44,6 +46,11 @@ class RecurrentHyperparameters(Hyperparameters):
     def check(self, n_envs: int) -> None:
         """As of PPO."""
         super().check(n_envs)
+        if self.update != "blocking":
+            raise ConfigurationError(
+                f"update is {self.update!r}, but recurrent_ppo keeps the memory of one rollout "
+                'only; use update="blocking"'
+            )
         infinity = float("inf")
         hyperparameters.check_choice(self, "cell", CELLS)
         hyperparameters.check_ranges(
@@ -87,14 +94,14 @@ class RecurrentPPO(PPO):
         return self.hyperparameters.sequence_length or self.hyperparameters.n_steps
 
     def collect_rollout(
-        self, env: VectorEnvironment, rollout: koila_rl.RolloutBuffer
+        self, env: VectorEnvironment, rollout: koila_rl.RolloutBuffer, update: Update | None = None
     ) -> tuple[Episode, ...]:
         """As of PPO; the memory at the start of each sequence is kept."""
         self._at_starts, self._decided = [], 0
         if self._memory is None:
             self._memory = self.network.empty(env.n_envs)
             self._start = torch.ones(env.n_envs, dtype=torch.bool)
-        return super().collect_rollout(env, rollout)
+        return super().collect_rollout(env, rollout, update)
 
     def decide(self, observation: Any) -> tuple[Tensor, dict[str, Any]]:
         """As of PPO, from what is remembered."""

@@ -8,6 +8,7 @@ reads the mode from ``metadata["autoreset_mode"]`` and always returns the same t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
-from koila_rl.errors import EnvironmentFailedError, UnsupportedError
+from koila_rl.errors import ConfigurationError, EnvironmentFailedError, UnsupportedError
 from koila_rl.making import EnvironmentLike, make_vector
 from koila_rl.spaces import each
 
@@ -71,6 +72,10 @@ class VectorEnvironment:
         self.n_envs: int = env.num_envs
         self.observation_space: gym.Space[Any] = env.single_observation_space
         self.action_space: gym.Space[Any] = env.single_action_space
+        # Asked of the type: a wrapper would hand on the calls of what it wraps, and be left out.
+        self.asynchronous = all(hasattr(type(env), name) for name in ("step_async", "step_wait"))
+        """Whether environments step in processes of their own."""
+        self._action: NDArray[Any] | None = None
         self._ended = np.zeros(self.n_envs, dtype=np.bool_)
         self._total_reward = np.zeros(self.n_envs, dtype=np.float64)
         self._length = np.zeros(self.n_envs, dtype=np.int64)
@@ -89,15 +94,36 @@ class VectorEnvironment:
         Raises:
             EnvironmentFailedError: An environment raised; it is named, with its last action.
         """
-        try:
-            raw, reward, terminated, truncated, info = self.env.step(action)
-        except EnvironmentFailedError:
-            raise
-        except Exception as error:
-            raise EnvironmentFailedError(
-                f"{self.env} failed at the actions {action.tolist()}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        self.step_async(action)
+        return self.step_wait()
+
+    def step_async(self, action: NDArray[Any]) -> None:
+        """Begin a step that :meth:`step_wait` ends; something else may run in between.
+
+        Environments in processes of their own step meanwhile, others when waited for.
+
+        Raises:
+            EnvironmentFailedError: As of :meth:`step`.
+        """
+        self._action = action
+        if self.asynchronous:
+            self._named(lambda: self.env.step_async(action))  # type: ignore[attr-defined]
+
+    def step_wait(self) -> Step:
+        """End the step that :meth:`step_async` began.
+
+        Raises:
+            ConfigurationError: None was begun.
+            EnvironmentFailedError: As of :meth:`step`.
+        """
+        action = self._action
+        if action is None:
+            raise ConfigurationError("step_wait() ends a step, but step_async() has begun none")
+        if self.asynchronous:
+            raw, reward, terminated, truncated, info = self._named(self.env.step_wait)  # type: ignore[attr-defined]
+        else:
+            raw, reward, terminated, truncated, info = self._named(lambda: self.env.step(action))
+        self._action = None
         observation = each(np.asarray, raw)
         reward = np.asarray(reward, dtype=np.float32)
         terminated = np.array(terminated, dtype=np.bool_)
@@ -120,6 +146,20 @@ class VectorEnvironment:
         return Step(
             observation, next_observation, reward, terminated, truncated, reset, tuple(episodes)
         )
+
+    def _named(self, call: Callable[[], Any]) -> Any:
+        """``call()``; an error of an environment says at which actions it came."""
+        try:
+            return call()
+        except EnvironmentFailedError:
+            self._action = None
+            raise
+        except Exception as error:
+            action, self._action = self._action, None
+            raise EnvironmentFailedError(
+                f"{self.env} failed at the actions {np.asarray(action).tolist()}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def close(self) -> None:
         """Release what the environments hold."""

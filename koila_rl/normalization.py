@@ -100,9 +100,9 @@ class NormalizedEnvironment(VectorEnvironment):
         self._normalizer.see(observation)
         return self._normalizer.observation(observation)
 
-    def step(self, action: NDArray[Any]) -> Step:
+    def step_wait(self) -> Step:
         """As of the environment, normalised; where an episode ended its last observation too."""
-        step = super().step(action)
+        step = super().step_wait()
         self._normalizer.see(step.observation)
         reward = self._normalizer.reward(step.reward, self._running, ~step.reset)
         self._running[step.terminated | step.truncated] = 0.0

@@ -182,3 +182,19 @@ def test_a_vector_environment_that_fails_is_named() -> None:
     env.reset(seed=0)
     with pytest.raises(EnvironmentFailedError, match=r"CartPole.* failed at the actions \[7, 0\]"):
         env.step(np.array([7, 0]))
+
+
+def test_a_step_in_two_halves() -> None:
+    whole, halves = (
+        VectorEnvironment(vector(Counting, 2, AutoresetMode.SAME_STEP)) for _ in range(2)
+    )
+    for env in (whole, halves):
+        env.reset(seed=0)
+    for _ in range(4):
+        halves.step_async(np.zeros(2, np.int64))
+        mine, theirs = halves.step_wait(), whole.step(np.zeros(2, np.int64))
+        np.testing.assert_array_equal(mine.observation, theirs.observation)
+        assert mine.episodes == theirs.episodes
+    with pytest.raises(ConfigurationError, match="step_async"):
+        halves.step_wait()
+    assert not halves.asynchronous

@@ -184,7 +184,8 @@ def test_callback_reports_and_ends_learning() -> None:
     assert len(seen[0].episodes) == 5
     assert seen[1].metrics.keys() >= {
         "train/loss", "train/td_error", "train/q", "train/learning_rate", "train/n_updates",
-        "rollout/exploration_rate",
+        "rollout/exploration_rate", "time/update_seconds", "time/hidden_update_share",
+        "memory/retries",
     }  # fmt: skip
 
 
