@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import koila_rl
 from koila_rl.agents import hyperparameters
 from koila_rl.agents.devices import choose_device
 from koila_rl.agents.encoders import has_images
@@ -153,6 +154,10 @@ class BaseAgent(ABC):
         action = self._choose(self.interface.tensor(arrays), deterministic)
         actions = self.interface.to_environment(action)
         return np.asarray(actions[0]) if single else actions
+
+    def evaluate(self, env: EnvironmentLike, episodes: int = 20, seed: int = 0) -> Any:
+        """As :func:`koila_rl.evaluate`: whole episodes of ``env``, without learning."""
+        return koila_rl.evaluate(self, env, episodes, seed)
 
     def save(self, path: str | Path) -> None:
         """Write everything :func:`koila_rl.load` needs into one file, atomically."""

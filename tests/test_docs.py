@@ -56,3 +56,15 @@ def test_example_own_loop(tmp_path: Path) -> None:
 def test_example_ppo_cartpole(tmp_path: Path) -> None:
     output = run(str(ROOT / "examples" / "ppo_cartpole.py"), "300", cwd=tmp_path)
     assert "20 episodes: mean return" in output
+
+
+@pytest.mark.slow
+def test_example_recurrent(tmp_path: Path) -> None:
+    output = run(str(ROOT / "examples" / "recurrent.py"), "256", cwd=tmp_path)
+    assert "minibatch 8 = 2 × 4" in output
+
+
+def test_example_huge_minibatch(tmp_path: Path) -> None:
+    output = run(str(ROOT / "examples" / "huge_minibatch.py"), "256", cwd=tmp_path)
+    assert "256 = 2 × 128" in output
+    assert float(output.split("difference ")[1].split(",")[0]) < 1e-5

@@ -13,6 +13,7 @@ import torch
 
 import koila_rl
 from koila_rl.agents.interface import Progress
+from koila_rl.callbacks import Evaluations
 from koila_rl.errors import ConfigurationError, EnvironmentFailedError, KoilaError
 from tests.environments import Counting
 
@@ -181,3 +182,17 @@ def test_a_registered_environment_of_the_users_own() -> None:
     finally:
         gym.registry.pop("koila-test/Counting-v0")
     assert set(result.returns) == {2.0}
+
+
+@pytest.mark.parametrize("agent", ["ppo", "recurrent_ppo", "dqn"])
+def test_every_metric_is_defined_in_the_documentation(agent: str) -> None:
+    settings = {"learning_starts": 8} if agent == "dqn" else QUICK
+    evaluations = Evaluations(Counting, every=32, episodes=1)
+    koila_rl.train(
+        Counting, agent, 32, run_dir="a", callbacks=[evaluations], **{"progress": False, **settings}
+    )
+    page = Path(__file__).parents[1] / "docs" / ("dqn.md" if agent == "dqn" else "ppo.md")
+    names = Path("a/metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train/n_updates", "eval/mean_return", "rollout/mean_return"} <= set(names)
+    text = page.read_text()
+    assert [name for name in names if f"`{name}`" not in text] == []
