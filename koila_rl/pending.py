@@ -108,6 +108,8 @@ class Pending:
         if inputs is not None:
             many = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             inputs = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in many]
+        if create_graph:
+            session.drop_compiled([node])
         if node.attached is None and isinstance(node.call, Call):
             keep = bool(retain_graph) or inputs is not None
             gradient = run_backward(node, gradient, create_graph, keep, self.live())
@@ -127,6 +129,8 @@ class Pending:
             gradient = grads[0] if grads is not None else None
             self.backward(roots[0]._node, gradient, retain_graph, create_graph, inputs)
             return
+        if create_graph:
+            session.drop_compiled(x._node for x in roots if isinstance(x, LazyTensor))
         pending = [x._node for x in roots
                    if isinstance(x, LazyTensor) and x._node.attached is None
                    and isinstance(x._node.call, Call)]  # fmt: skip
@@ -139,6 +143,9 @@ class Pending:
 
     def gradients(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any) -> Any:
         """``torch.autograd.grad`` with recorded outputs or inputs."""
+        again = bool(options.get("create_graph") or options.get("is_grads_batched"))
+        if again:
+            session.drop_compiled(x._node for x in outputs if isinstance(x, LazyTensor))
         pending = [x._node for x in (*outputs, *inputs)
                    if isinstance(x, LazyTensor) and x._node.attached is None
                    and isinstance(x._node.call, Call)]  # fmt: skip
@@ -147,7 +154,7 @@ class Pending:
             session.run_graph(
                 pending,
                 session.Live(),
-                whole=bool(options.get("create_graph") or options.get("is_grads_batched")),
+                whole=again,
                 cuts=inner,
             )
         real = [self.attached(x._node) if isinstance(x, LazyTensor) else x for x in outputs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from koila_rl.engine.binding import bind, calls_behind
+from koila_rl.engine.compiled import compiled_body, is_compiled
 from koila_rl.engine.gradients import Execution, RowSource, real_inputs
 from koila_rl.engine.program import Bound
 from koila_rl.engine.recognition import recognise, recognise_calls, remember_calls, sources_of
@@ -35,6 +36,7 @@ from koila_rl.gathering import (
 )
 from koila_rl.memory.budget import format_bytes
 from koila_rl.memory.choose import choose
+from koila_rl.memory.limits import current_limits
 from koila_rl.memory.plan import Plan, Unsplit
 from koila_rl.recording import deferred
 from koila_rl.recording.repeats import restart
@@ -44,6 +46,7 @@ from koila_rl.recovery import remember_failure, run_smaller, size_to_try
 __all__ = [
     "Live",
     "checks_first",
+    "drop_compiled",
     "gather",
     "holds",
     "last_plan",
@@ -118,17 +121,26 @@ def neutral() -> Iterator[None]:
         yield
 
 
-def run_whole(bound: Bound, inputs: Sequence[Any] | None = None) -> list[Tensor]:
+def run_whole(
+    bound: Bound, inputs: Sequence[Any] | None = None, compiled: bool = False
+) -> list[Tensor]:
     """Run the calls as they were written; results carry PyTorch's own graph."""
     if inputs is None:
         inputs = whole_inputs(bound)
-    n = bound.program.n
+    n, body = bound.program.n, bound.program.whole
     states = [call.state for call in bound.calls]
     with torch.enable_grad(), neutral():
-        results = bound.program.whole(
-            n, bound.consts, Randomness(states, 0, n), Effects(states), *inputs
-        )
+        if compiled:
+            body = compiled_body(bound.program, body, "whole", n)
+        results = body(n, bound.consts, Randomness(states, 0, n), Effects(states), *inputs)
     return list(results)
+
+
+def drop_compiled(nodes: Iterable[Node]) -> None:
+    """Let values be computed again whose graph cannot be differentiated twice."""
+    for node in nodes:
+        if is_compiled(node.attached):
+            node.attached = None
 
 
 def _settle(node: Node, result: Tensor, attached: bool) -> None:
@@ -233,13 +245,14 @@ def _planned(
 
 def run_values(node: Node, live: Live) -> None:
     """Compute a value; where the whole minibatch fits, its graph is kept for a backward."""
+    compiled = current_limits().compile
     with gather([node], live, None, "value", False) as (bound, plan, checks, some_known):
 
         def attempt(size: int, parts: int) -> tuple[list[Tensor], bool]:
             with checks_first(checks), neutral():
                 if size >= bound.program.n:
-                    return run_whole(bound), not some_known
-                return Execution(bound, size).run(grad=False), False
+                    return run_whole(bound, compiled=compiled), not some_known
+                return Execution(bound, size, compiled=compiled).run(grad=False), False
 
         results, graph = run(bound, plan, attempt, False)
         for root, result in zip(bound.roots, results, strict=True):

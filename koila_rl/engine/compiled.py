@@ -1,12 +1,13 @@
 """Replay by compiled code: what has been replayed often is handed to ``torch.compile``.
 
 Only where nothing changes by it: the compiled code is held against the generated code on copies
-of its inputs first, values and gradients. Whatever goes wrong, the generated code stays.
+of its inputs first, values, gradients and time. Whatever goes wrong, the generated code stays.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = ["REPEATS", "Compiled", "compiled_body", "is_compiled", "refusal"]
 
 # Runs of a program before it is compiled.
 REPEATS = 50
+# Runs of each kind that are timed.
+_TRIALS = 10
 # Largest deviation of values and gradients, of the largest magnitude among them.
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
 
@@ -94,12 +97,13 @@ class Compiled:
             expected = _run(flat, c, inputs)
             # Or a graph that is kept could not be gone through twice.
             with torch._functorch.config.patch(donated_buffer=False):
-                deviation = _deviation(expected, _run(fast, c, inputs))
+                reason = _deviation(expected, _run(fast, c, inputs))
+            reason = reason or _slower(lambda: _run(flat, c, inputs), lambda: _run(fast, c, inputs))
         except Exception as error:
             self.give_up(error)
         else:
-            if deviation:
-                self.give_up(deviation)
+            if reason:
+                self.give_up(reason)
             else:
                 self.fast = fast
 
@@ -164,6 +168,18 @@ def _deviation(expected: Outcome, found: Outcome) -> str:
         elif reason := _difference(grad, other, steepest):
             return f"of the gradients, {reason}"
     return ""
+
+
+def _slower(plain: Callable[[], object], fast: Callable[[], object]) -> str:
+    """Compiled code that does not pay, as for small networks of few calls; "" if it does."""
+    taken: dict[Callable[[], object], list[float]] = {plain: [], fast: []}
+    for _ in range(_TRIALS):
+        for run, times in taken.items():
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    before, after = (1e3 * min(times) for times in taken.values())
+    return f"it took {after:.2f} ms compiled and {before:.2f} ms as it is" if after > before else ""
 
 
 def _largest(x: Tensor | None) -> float:

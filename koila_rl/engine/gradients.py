@@ -237,6 +237,9 @@ class StageRun:
                 keeping = offloaded()
             else:
                 code = in_parts(self.stage, self.parts)
+        elif self.compiled is not None and self.compiled[1] == stop - start:
+            place = (self.stage.level, self.stage.n)
+            code = compiled_body(self.compiled[0], code, place, stop - start, len(self.places))
         with keeping:
             return code(stop - start, self.consts, randomness, self.effects, *rows, *wholes)
 
@@ -261,7 +264,7 @@ class StageRun:
             aliases.append(wholes[k])
         buffers: list[Tensor | None] = [None] * len(self.row_inputs)
         for number, (start, stop) in enumerate(self.steps()):
-            rows = [x.detach() if isinstance(x, Tensor) else x for x in self.slices(start, stop)]
+            rows = self.slices(start, stop)
             leaves = []
             for k in self.row_inputs:
                 rows[k] = rows[k].detach().requires_grad_()

@@ -21,6 +21,7 @@ class Limits:
     memory: int | float | str | None = None
     microbatch: int | None = None
     tune: bool = False
+    compile: bool = False
 
 
 _DEFAULT = Limits()
@@ -46,8 +47,9 @@ def _changed(base: Limits, **settings: Any) -> Limits:
         parse_bytes(memory)
     elif memory is not None:
         parse_bytes(memory, free=1 << 40)
-    if not isinstance(given.get("tune", False), bool):
-        raise ConfigurationError(f"tune must be True or False, got {given['tune']!r}")
+    for name in ("tune", "compile"):
+        if not isinstance(given.get(name, False), bool):
+            raise ConfigurationError(f"{name} must be True or False, got {given[name]!r}")
     return replace(base, **given)
 
 
@@ -56,6 +58,7 @@ def limits(
     memory: int | float | str | None = None,
     microbatch: int | None = None,
     tune: bool | None = None,
+    compile: bool | None = None,
 ) -> Iterator[Limits]:
     """Limits for the programs that run inside the ``with`` block, in this context.
 
@@ -65,11 +68,19 @@ def limits(
         microbatch: samples that run at once; overrides the planner.
         tune: time the sizes that fit over the first updates of each program and keep the
             fastest. Results stay the same to rounding; which size it is depends on the machine.
+        compile: hand programs to ``torch.compile`` that have run fifty times. The compiled code
+            is first held against the other, values and gradients, and replaces it only if they
+            agree to 1e-5 in float32 and it is faster. Programs under autocast, with random
+            numbers or with BatchNorm in training stay as they are, as do those that cannot be
+            compiled; a warning says so once. Takes seconds, and memory beside the budget while
+            it tries.
 
     Raises:
         ConfigurationError: for a size below 1 or a memory that does not parse.
     """
-    inner = _changed(current_limits(), memory=memory, microbatch=microbatch, tune=tune)
+    inner = _changed(
+        current_limits(), memory=memory, microbatch=microbatch, tune=tune, compile=compile
+    )
     token = _scoped.set(inner)
     try:
         yield inner
@@ -81,7 +92,8 @@ def set_limits(
     memory: int | float | str | None = None,
     microbatch: int | None = None,
     tune: bool | None = None,
+    compile: bool | None = None,
 ) -> None:
     """`limits` for the whole process; called without arguments, back to the defaults."""
     global _process
-    _process = _changed(_DEFAULT, memory=memory, microbatch=microbatch, tune=tune)
+    _process = _changed(_DEFAULT, memory=memory, microbatch=microbatch, tune=tune, compile=compile)
