@@ -57,6 +57,10 @@ ROWS = {
     row.name: row
     for row in (
         Row("ppo-cartpole", "ppo", "CartPole-v1", 100_000, 475, "500"),
+        Row(
+            "ppo-cartpole-interleaved", "ppo", "CartPole-v1", 100_000, 475, "500",
+            settings={"update": "interleaved"},
+        ),
         Row("ppo-acrobot", "ppo", "Acrobot-v1", 500_000, -90, "-86.4"),
         Row("ppo-pendulum", "ppo", "Pendulum-v1", 200_000, -250, "-172"),
         Row("ppo-lunarlander", "ppo", "LunarLander-v3", 1_000_000, 200, "242 (v2)"),
@@ -64,6 +68,10 @@ ROWS = {
         Row(
             "dqn-cartpole", "dqn", "CartPole-v1", 50_000, 475, "500",
             seeds=(0, 1, 2, 3, 4), needed=4, best=True,
+        ),
+        Row(
+            "dqn-cartpole-interleaved", "dqn", "CartPole-v1", 50_000, 475, "500",
+            best=True, settings={"update": "interleaved"},
         ),
         Row("dqn-lunarlander", "dqn", "LunarLander-v3", 200_000, 150, "154 (v2)"),
         Row("dqn-mountaincar", "dqn", "MountainCar-v0", 150_000, -130, "-101"),
