@@ -8,8 +8,13 @@ __all__ = ["mean", "normalized"]
 
 
 def mean(values: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Mean of ``values`` ``[N]``; with ``weight`` ``[N]`` of zeros and ones, over the ones."""
-    return values.mean() if weight is None else (values * weight).sum() / weight.sum()
+    """Mean of ``values`` ``[N]``; with ``weight`` ``[N]`` of zeros and ones, over the ones.
+
+    0 where nothing counts, as in a minibatch of steps that only reset an environment.
+    """
+    if weight is None:
+        return values.mean()
+    return (values * weight).sum() / weight.sum().clamp(min=1.0)
 
 
 def normalized(values: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -17,5 +22,6 @@ def normalized(values: Tensor, weight: Tensor | None = None) -> Tensor:
     if weight is None:
         return (values - values.mean()) / (values.std() + 1e-8)
     centred = values - mean(values, weight)
-    variance = (centred.square() * weight).sum() / (weight.sum() - 1.0)
+    # A single sample has no deviation: its advantage becomes 0 and teaches the policy nothing.
+    variance = (centred.square() * weight).sum() / (weight.sum() - 1.0).clamp(min=1.0)
     return centred / (variance.sqrt() + 1e-8)

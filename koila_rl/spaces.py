@@ -117,7 +117,9 @@ def describe(space: gym.Space[Any]) -> dict[str, Any]:
             "start": torch.from_numpy(space.start.copy()),
         }
     if isinstance(space, spaces.MultiBinary):
-        return {"kind": "MultiBinary", "shape": list(space.shape)}
+        # gymnasium tells MultiBinary(2) and MultiBinary([2]) apart.
+        n = int(space.n) if isinstance(space.n, (int, np.integer)) else list(space.shape)
+        return {"kind": "MultiBinary", "n": n}
     if isinstance(space, spaces.Box):
         return {
             "kind": "Box",
@@ -140,7 +142,7 @@ def restore(description: dict[str, Any]) -> gym.Space[Any]:
         nvec, start = description["nvec"].numpy(), description["start"].numpy()
         return spaces.MultiDiscrete(nvec, start=start)
     if kind == "MultiBinary":
-        return spaces.MultiBinary(description["shape"])
+        return spaces.MultiBinary(description["n"])
     if kind == "Box":
         low, high = description["low"].numpy(), description["high"].numpy()
         return spaces.Box(low, high, dtype=np.dtype(description["dtype"]).type)

@@ -16,7 +16,7 @@ import koila_rl
 from koila_rl.agents.dqn import DQN
 from koila_rl.agents.networks import QNetwork
 from koila_rl.errors import ConfigurationError, UnsupportedError
-from tests.environments import Counting, Pictures, vector
+from tests.environments import Counting, Nested, Pictures, vector
 
 SMALL: dict[str, Any] = {
     "learning_starts": 8, "batch_size": 16, "buffer_size": 200, "train_freq": 4,
@@ -230,6 +230,15 @@ def test_stacked_frames_are_stored_once() -> None:
     assert agent.replay is not None
     assert agent.replay.sample(4)["observation"].shape == (4, 4, 36, 36)
     assert agent.replay.options.frame_stack == 4
+
+
+def test_nested_observations() -> None:
+    settings = {**SMALL, "features_extractor": "impala", "gradient_steps": 1, "n_steps": 2}
+    agent = DQN(Nested, n_envs=2, **settings).learn(32)
+    before = parameters(agent)
+    assert not torch.equal(parameters(agent.learn(48)), before)
+    assert agent.replay is not None
+    assert agent.replay.sample(3)["observation", "rest", "1"].shape == (3, 2)
 
 
 def test_a_loaded_agent_acts_as_the_saved_one(tmp_path: Path) -> None:
