@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila_rl import session
+from koila_rl import foresight, session
 from koila_rl.backward import run_backward
 from koila_rl.recording.private import FakeTensor
 from koila_rl.recording.recorder import record
@@ -80,8 +80,11 @@ class Pending:
                 node.value = node.attached.detach()
             elif isinstance(node.call, Source):
                 node.value = session.source_tensor(node).detach()
+            elif foresight.is_expected(node):
+                foresight.compute_along(node, self.live())
             else:
                 session.run_values(node, self.live())
+                foresight.note_reading(node)
         assert node.value is not None
         return node.value
 
@@ -111,7 +114,10 @@ class Pending:
         if create_graph:
             session.drop_compiled([node])
         if node.attached is None and isinstance(node.call, Call):
+            foresight.note_backward(node)
             keep = bool(retain_graph) or inputs is not None
+            foresight.take(node, gradient is None and not keep and not create_graph)
+        if node.attached is None and isinstance(node.call, Call):
             gradient = run_backward(node, gradient, create_graph, keep, self.live())
         self.attached(node).backward(gradient, retain_graph, create_graph, inputs=inputs)
 

@@ -21,6 +21,7 @@ LAYERS = (
     (
         "session",
         "backward",
+        "foresight",
         "gathering",
         "pending",
         "recovery",
