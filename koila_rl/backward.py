@@ -14,7 +14,7 @@ from koila_rl.gathering import Check, Live
 from koila_rl.memory.budget import active_device
 from koila_rl.memory.limits import current_limits
 from koila_rl.memory.plan import Plan
-from koila_rl.memory.tuner import Tuner, candidates
+from koila_rl.memory.tuner import Tuner, candidates, signature
 from koila_rl.recording.values import Call, Node
 from koila_rl.session import (
     checks_first,
@@ -42,25 +42,28 @@ def run_backward(
     """
     if gradient is None and node.meta.shape and node.meta.nbytes != node.meta.dtype.itemsize:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    seed = gradient
-    if seed is None:
-        seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
     with gather([node], live, node, "backward", True) as (bound, plan, checks, _):
         if plan.split and create_graph:
             plan = whole_for_double_backward(bound, plan)
+        keep = keep or bound.program.outer
+        tuner = None if keep or create_graph else tuner_of(bound, plan)
+        if tuner is not None:
+            plan = resized(plan, tuner.size)
         begin(bound, plan)
-        _run_backward(bound, plan, checks, seed, create_graph, keep or bound.program.outer)
+        seed = gradient
+        if seed is None:
+            # After the plan, which counts it.
+            seed = torch.ones(node.meta.shape, dtype=node.meta.dtype, device=node.meta.device)
+        _run_backward(bound, plan, checks, seed, create_graph, keep, tuner)
     return seed
 
 
 def _run_backward(
-    bound: Bound, plan: Plan, checks: list[Check], seed: Tensor, create_graph: bool, keep: bool
-) -> None:
+    bound: Bound, plan: Plan, checks: list[Check], seed: Tensor, create_graph: bool, keep: bool,
+    tuner: Tuner | None,
+) -> None:  # fmt: skip
     node = bound.roots[0]
-    tuner = tuner_of(bound, plan) if not (keep or create_graph) else None
     tuning = tuner is not None and not tuner.done
-    if tuner is not None:
-        plan = resized(plan, tuner.size)
     compiled = current_limits().compile and not create_graph
 
     def attempt(size: int, parts: int) -> list[Outcome]:
@@ -142,7 +145,8 @@ def tuner_of(bound: Bound, plan: Plan) -> Tuner | None:
     if tuner is None or max(tuner.seconds) > fit:
         # Memory that has gone since makes the larger sizes impossible.
         sizes = candidates(fit, plan.batch_size)
-        tuner = bound.program.tuners[limits.memory] = Tuner(sizes)
+        name = signature(bound.program)
+        tuner = bound.program.tuners[limits.memory] = Tuner(sizes, name)
     return tuner
 
 

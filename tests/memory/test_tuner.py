@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import koila_rl
-from koila_rl.memory.tuner import ROUNDS, Tuner, candidates
+from koila_rl.engine.turns import pause, pausing
+from koila_rl.memory.tuner import ROUNDS, Tuner, candidates, keeping_sizes
 from tests.test_recovery import Chain, FailAt
 
 CPU = torch.device("cpu")
@@ -107,22 +108,68 @@ def test_off_plans_depend_on_shapes_and_budget_alone() -> None:
 
 
 def test_an_error_while_timing_leaves_the_larger_sizes_out() -> None:
-    module, x = Chain().double(), torch.randn(8, 3, dtype=torch.float64)
+    module, x = Chain().double(), torch.randn(16, 3, dtype=torch.float64)
     with koila_rl.limits(tune=True):
         loss = module(koila_rl.lazy(x))
         with FailAt(4):
             loss.backward()
         plan = koila_rl.last_plan()
         assert plan is not None
-        assert (plan.microbatch_size, plan.retries) == (4, 1)
-        for _ in range(4 * ROUNDS):
+        assert (plan.microbatch_size, plan.retries) == (8, 1)
+        for _ in range(5 * ROUNDS):
             module(koila_rl.lazy(x)).backward()
             plan = koila_rl.last_plan()
             assert plan is not None
-            assert plan.microbatch_size <= 4
+            assert plan.microbatch_size <= 8
 
 
 @pytest.mark.parametrize("tune", [1, "yes"])
 def test_tune_is_a_flag(tune: object) -> None:
     with pytest.raises(koila_rl.ConfigurationError, match="True or False"):
         koila_rl.set_limits(tune=tune)  # type: ignore[arg-type]
+
+
+def tuned_sizes(kept: dict[str, int], updates: int, n: int, sliced: bool = False) -> list[int]:
+    """Microbatch sizes of the updates of a network that is new each time."""
+    torch.manual_seed(0)
+    module, x = Chain().double(), torch.randn(n, 3, dtype=torch.float64)
+    sizes = []
+    with koila_rl.limits(tune=True, memory=1 << 30), keeping_sizes(kept):
+        for _ in range(updates):
+            loss = module(koila_rl.lazy(x))
+            if sliced:
+                backward = koila_rl.start_backward(loss)
+                backward.advance(backward.remaining)
+                assert backward.done
+            else:
+                loss.backward()
+            plan = koila_rl.last_plan()
+            assert plan is not None
+            sizes.append(plan.microbatch_size)
+    return sizes
+
+
+@pytest.mark.parametrize(("n", "sliced"), [(12, False), (20, True)])
+def test_sizes_are_kept_and_not_timed_again(n: int, sliced: bool) -> None:
+    kept: dict[str, int] = {}
+    sizes = tuned_sizes(kept, 6 * ROUNDS + 1, n, sliced)
+    assert len(set(sizes)) > 1
+    assert list(kept.values()) == [sizes[-1]]
+    name = next(iter(kept))
+    assert name.startswith(f"{n}-")
+    assert set(tuned_sizes({name: 3}, 3, n)) == {3}
+
+
+def test_pauses_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, tuner = clocked(monkeypatch), Tuner([2, 1])
+
+    def hand_over() -> None:
+        now[0] += 100.0
+
+    def run() -> None:
+        pause()
+        now[0] += 1.0
+
+    with pausing(hand_over):
+        tuner.timed(2, CPU, run)
+    assert tuner.seconds[2] == [1.0]
