@@ -1,0 +1,547 @@
+"""Programs met before cost no analysis, and one that differs in one respect is another."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila_rl
+from koila_rl.engine import binding, recognition
+from koila_rl.memory import choose
+from koila_rl.recording.private import FakeTensor
+from koila_rl.recording.recorder import analyses, forget_analyses
+from tests.helpers import allow_unsplit, assert_close
+
+N = 12
+
+Wrap = Callable[[Tensor], Tensor]
+Outcome = tuple[list[Tensor], list[Tensor]]
+"""Values, the first of which is the loss if it is a scalar, and tensors that have gradients."""
+Case = Callable[[bool, Wrap], Outcome]
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(N, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def leaf(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__.replace("_", " ")] = function
+    return function
+
+
+@case
+def strides_of_a_captured_tensor(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3, 3)
+    used = weight.t() if other else weight
+    return [torch.matmul(wrap(rows(3)), used).pow(2).mean()], [weight]
+
+
+@case
+def shape_of_a_captured_tensor(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3, 1) if other else leaf(3, 3)
+    return [torch.mul(wrap(rows(3, 3)), weight).pow(2).mean()], [weight]
+
+
+@case
+def dtype_of_a_captured_tensor(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3).float().detach() if other else leaf(3).detach()
+    found = torch.mul(wrap(rows(3).float()), weight)
+    return [found.sum(), found], []
+
+
+@case
+def a_captured_tensor_that_wants_gradients(other: bool, wrap: Wrap) -> Outcome:
+    weight, bias = leaf(3), leaf(3, seed=1).requires_grad_(other)
+    return [(torch.mul(wrap(rows(3)), weight) * bias).mean()], [weight, bias]
+
+
+@case
+def the_class_of_a_captured_tensor(other: bool, wrap: Wrap) -> Outcome:
+    class Loud(Tensor):
+        """A subclass with an addition of its own."""
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            plain = [x.as_subclass(Tensor) if type(x) is Loud else x for x in args]
+            found = func(*plain, **(kwargs or {}))
+            return found + 1 if func is torch.sub else found
+
+    weight = leaf(3).detach()
+    return [torch.sub(wrap(rows(3)), weight.as_subclass(Loud) if other else weight)], []
+
+
+@case
+def one_captured_tensor_or_two_that_are_equal(other: bool, wrap: Wrap) -> Outcome:
+    first, second = leaf(3), leaf(3)
+    twice = second if other else first
+    return [torch.addcmul(wrap(rows(3)), first, twice).pow(2).mean()], [first, second]
+
+
+@case
+def weights_tied_or_untied(other: bool, wrap: Wrap) -> Outcome:
+    first, second = leaf(3, 3), leaf(3, 3)
+    hidden = torch.matmul(wrap(rows(3)), first).tanh()
+    return [torch.matmul(hidden, second if other else first).pow(2).mean()], [first, second]
+
+
+@case
+def one_minibatch_or_two(other: bool, wrap: Wrap) -> Outcome:
+    first, second = rows(3).requires_grad_(), rows(3).requires_grad_()
+    a, b = wrap(first), wrap(second)
+    return [torch.mul(a, b if other else a).pow(2).mean()], [first, second]
+
+
+@case
+def one_value_or_two(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    x = wrap(rows(3))
+    a, b = x * weight, x * weight
+    return [torch.mul(a, b if other else a).pow(2).mean()], [weight]
+
+
+@case
+def a_value_or_its_minibatch(other: bool, wrap: Wrap) -> Outcome:
+    x = wrap(rows(3))
+    return [torch.sub(x, (x * 1.5) if other else x).pow(2).mean()], []
+
+
+def exponent(special: float) -> Case:
+    def found(other: bool, wrap: Wrap) -> Outcome:
+        weight = leaf(3)
+        x = wrap(rows(3)) * weight
+        norms = torch.linalg.vector_norm(x, special if other else 3.0, 1)
+        return [norms.mean(), norms], [weight]
+
+    return found
+
+
+for number in (0.0, 1.0, 2.0, math.inf, -math.inf, -1.0):
+    CASES[f"norm of order {number}"] = exponent(number)
+
+
+@case
+def a_factor_that_is_not_finite(other: bool, wrap: Wrap) -> Outcome:
+    x = wrap(rows(3))
+    return [x * (math.nan if other else 0.5)], []
+
+
+@case
+def an_integer_or_a_truth_value(other: bool, wrap: Wrap) -> Outcome:
+    x = wrap(rows(3) > 0)
+    return [torch.mul(x, 1 if other else True)], []
+
+
+@case
+def an_integer_or_a_float(other: bool, wrap: Wrap) -> Outcome:
+    x = wrap((10 * rows(3)).long())
+    return [torch.mul(x, 2 if other else 2.0)], []
+
+
+@case
+def another_dimension(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3, 3)
+    return [(wrap(rows(3, 3)) * weight).sum(2 if other else 1).pow(2).mean()], [weight]
+
+
+@case
+def another_name(other: bool, wrap: Wrap) -> Outcome:
+    x = wrap(rows(3))
+    return [torch.clamp(x, max=0.1) if other else torch.clamp(x, min=0.1)], []
+
+
+@case
+def one_argument_more(other: bool, wrap: Wrap) -> Outcome:
+    x = wrap(rows(3))
+    return [torch.add(x, 1, alpha=3) if other else torch.add(x, 1)], []
+
+
+@case
+def another_default_type(other: bool, wrap: Wrap) -> Outcome:
+    x = wrap((10 * rows(3)).long())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if other else torch.float64)
+    try:
+        return [koila_rl.materialize(torch.div(x, 3))], []
+    finally:
+        torch.set_default_dtype(before)
+
+
+@case
+def the_order_of_two_writes(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    y = wrap(rows(3)) * weight
+    y = y.add_(1).mul_(2) if other else y.mul_(2).add_(1)
+    return [y.pow(2).mean()], [weight]
+
+
+@case
+def a_write_to_another_value(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    y = wrap(rows(3)) * weight
+    z = y.clone() if other else y
+    z.mul_(2)
+    return [(y * z).mean()], [weight]
+
+
+@case
+def gradients_off_for_one_call(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    x = wrap(rows(3))
+    with torch.set_grad_enabled(not other):
+        scale = torch.mul(x, weight)
+    return [(scale * x * weight).mean()], [weight]
+
+
+@case
+def detached(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    y = wrap(rows(3)) * weight
+    return [(y * (y.detach() if other else y)).mean()], [weight]
+
+
+@case
+def dropout_on_or_off(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    return [F.dropout(wrap(rows(3)) * weight, 1.0, other).mean()], [weight]
+
+
+@case
+def under_autocast(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3, 3).detach().float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=other):
+        return [torch.matmul(wrap(rows(3).float()), weight).float()], []
+
+
+@case
+def under_a_transform(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3).detach()
+
+    def product(x: Tensor) -> Tensor:
+        return torch.mul(x, weight)
+
+    return [(torch.func.vmap(product) if other else product)(wrap(rows(3)))], []
+
+
+@case
+def a_value_read_in_between(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    y = wrap(rows(3)) * weight
+    if other:
+        assert isinstance(y.sum().item(), float)
+    return [(y * y.tanh()).mean(), y], [weight]
+
+
+@case
+def another_shape_of_rows(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(1)
+    return [(wrap(rows(4) if other else rows(3)) * weight).pow(2).mean()], [weight]
+
+
+@case
+def rows_that_want_gradients(other: bool, wrap: Wrap) -> Outcome:
+    x = rows(3).requires_grad_(other)
+    weight = leaf(3)
+    return [(wrap(x) * weight).pow(2).mean()], [weight, x]
+
+
+@case
+def a_plain_number_or_the_size(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(N)
+    x = wrap(rows(N))
+    n = x.shape[1] if other else x.shape[0]
+    return [(x * weight).sum(1).reshape(n, 1).mean()], [weight]
+
+
+@case
+def another_call_behind_the_same_end(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    y = wrap(rows(3)) * weight
+    y = torch.sin(y) if other else torch.cos(y)
+    return [y.pow(2).mean()], [weight]
+
+
+@case
+def operands_the_other_way_around(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3)
+    x = wrap(rows(3))
+    a, b = torch.mul(x, weight), torch.mul(x, weight).sin()
+    return [(torch.sub(b, a) if other else torch.sub(a, b)).pow(3).mean()], [weight]
+
+
+def outcome(case: Case, other: bool, wrap: Wrap) -> list[Tensor | None]:
+    """Values, and gradients where there is something to differentiate."""
+    values, leaves = case(other, wrap)
+    if values[0].ndim == 0 and values[0].requires_grad:
+        values[0].backward()
+    found: list[Tensor | None] = [koila_rl.materialize(x).detach() for x in values]
+    return [*found, *(x.grad for x in leaves)]
+
+
+def assert_as_eager(case: Case, other: bool) -> None:
+    expected = outcome(case, other, lambda x: x)
+    got = outcome(case, other, koila_rl.lazy)
+    assert len(got) == len(expected)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert mine.dtype == theirs.dtype
+            assert_close(mine, theirs, magnitude=1.0)
+
+
+@pytest.mark.parametrize("microbatch", [None, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_what_differs_in_one_respect_is_another_program(name: str, microbatch: int | None) -> None:
+    with koila_rl.limits(microbatch=microbatch), allow_unsplit():
+        for _ in range(4):
+            assert_as_eager(CASES[name], other=False)
+        # Met first where the other was expected, then well known, then the other again.
+        for _ in range(4):
+            assert_as_eager(CASES[name], other=True)
+        for turn in range(4):
+            assert_as_eager(CASES[name], other=bool(turn % 2))
+
+
+def test_data_swapped_between_updates() -> None:
+    weight = leaf(3)
+    for seed in range(5):
+        weight.data = torch.randn(3, generator=torch.Generator().manual_seed(seed))
+        weight.grad = None
+        (koila_rl.lazy(rows(3)) * weight).pow(2).mean().backward()
+        expected = 2 * (rows(3).pow(2).mean(0) * weight.detach()) / 3
+        assert weight.grad is not None
+        assert_close(weight.grad, expected)
+
+
+def test_other_threads_record_the_same() -> None:
+    def work(found: list[BaseException]) -> None:
+        # The default type is that of the process.
+        try:
+            for _ in range(5):
+                for name in ("weights tied or untied", "the order of two writes"):
+                    assert_as_eager(CASES[name], other=False)
+                    assert_as_eager(CASES[name], other=True)
+        except BaseException as error:
+            found.append(error)
+
+    failures: list[BaseException] = []
+    threads = [threading.Thread(target=work, args=(failures,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    work(failures)
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# What a repeat costs.
+
+
+@contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Fake tensors made, plans chosen and calls analysed inside the block."""
+    counts = {"fakes": 0, "plans": 0, "analyses": -analyses()}
+    new, plan = FakeTensor.__new__, choose._plan
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        counts["fakes"] += 1
+        return new(*args, **kwargs)
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        counts["plans"] += 1
+        return plan(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeTensor, "__new__", staticmethod(made))
+        patch.setattr(choose, "_plan", planned)
+        yield counts
+    counts["analyses"] += analyses()
+
+
+class SoftActorCritic(nn.Module):
+    """SAC's networks and temperature, small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.critics = nn.ModuleList(nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 1)) for _ in "ab")
+        self.log_alpha = nn.Parameter(torch.zeros(()))
+        parts = (self.actor, self.critics)
+        self.optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in parts]
+        self.optimizers.append(torch.optim.Adam([self.log_alpha], lr=1e-3))
+
+    def act(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = self.actor(x).chunk(2, -1)
+        normal = torch.distributions.Normal(mean, log_std.clamp(-5, 2).exp())
+        raw = normal.rsample()
+        action = raw.tanh()
+        log_prob = normal.log_prob(raw) - (1 - action.pow(2) + 1e-6).log()
+        return action, log_prob.sum(-1, keepdim=True)
+
+    def value(self, x: Tensor, action: Tensor) -> Tensor:
+        values = [critic(torch.cat([x, action], -1)) for critic in self.critics]
+        return torch.min(*values)
+
+    def update(self, batch: dict[str, Tensor]) -> None:
+        """The losses of critics, actor and temperature, one after the other."""
+        with torch.no_grad():
+            action, log_prob = self.act(batch["next"])
+            value = self.value(batch["next"], action) - self.log_alpha.exp() * log_prob
+            target = batch["reward"] + 0.99 * value
+        pair = torch.cat([batch["x"], batch["action"]], -1)
+        losses = [F.mse_loss(critic(pair), target) for critic in self.critics]
+        self.step(1, losses[0] + losses[1])
+        action, log_prob = self.act(batch["x"])
+        value = self.value(batch["x"], action)
+        self.step(0, (self.log_alpha.exp().detach() * log_prob - value).mean())
+        self.step(2, -(self.log_alpha * (log_prob + 2.0).detach()).mean())
+
+    def step(self, which: int, loss: Tensor) -> None:
+        self.optimizers[which].zero_grad()
+        loss.backward()
+        self.optimizers[which].step()
+
+
+def transitions(n: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(n, 3), "next": torch.randn(n, 3), "action": torch.randn(n, 2),
+            "reward": torch.randn(n, 1)}  # fmt: skip
+
+
+def regression(sizes: tuple[int, ...]) -> Callable[[], None]:
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(network.parameters())
+
+    def turn() -> None:
+        for n in sizes:
+            x = koila_rl.lazy(torch.randn(n, 3))
+            optimizer.zero_grad()
+            loss = F.mse_loss(network(x).squeeze(-1), x[:, 0])
+            loss.item()
+            loss.backward()
+            optimizer.step()
+
+    return turn
+
+
+def soft_actor_critic() -> Callable[[], None]:
+    learner = SoftActorCritic()
+    return lambda: learner.update(koila_rl.lazy(transitions(64)))
+
+
+TURNS: dict[str, Callable[[], Callable[[], None]]] = {
+    "one minibatch": lambda: regression((64,)),
+    "minibatches of 256 and 37 in turn": lambda: regression((256, 37)),
+    "three losses": soft_actor_critic,
+}
+
+
+@pytest.mark.parametrize("microbatch", [None, 16])
+@pytest.mark.parametrize("name", TURNS)
+def test_a_repeat_makes_no_fake_tensor_and_no_plan(
+    monkeypatch: pytest.MonkeyPatch, name: str, microbatch: int | None
+) -> None:
+    turn = TURNS[name]()
+    # Other tests may have met the same calls and programs.
+    forget_analyses()
+    binding._PROGRAMS.clear()
+    recognition.forget()
+    with koila_rl.limits(microbatch=microbatch), allow_unsplit():
+        with counting(monkeypatch) as first:
+            turn()
+        assert first["fakes"] > 0
+        assert first["plans"] > 0
+        for _ in range(3):
+            turn()
+        with counting(monkeypatch) as repeats:
+            for _ in range(3):
+                turn()
+    assert repeats == {"fakes": 0, "plans": 0, "analyses": 0}
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Python functions called, in any thread of this one's."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_recording_and_running_are_linear_in_calls() -> None:
+    def cost(layers: int) -> int:
+        network = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        x = torch.randn(6, 4)
+
+        def update() -> None:
+            network(koila_rl.lazy(x)).pow(2).mean().backward()
+
+        with koila_rl.limits(microbatch=3):
+            for _ in range(4):
+                update()
+            gc.collect()
+            gc.disable()
+            try:
+                return calls_of(update)
+            finally:
+                gc.enable()
+
+    ratio = cost(1000) / cost(100)
+    assert 8.0 < ratio < 12.0, ratio
+
+
+def growth(updates: int, turn: Callable[[], None]) -> tuple[int, int]:
+    """Bytes and objects that stay after some updates, caches filled before."""
+    tracemalloc.start()
+    # What was made before counts for nothing, so it must have been replaced first.
+    for _ in range(updates // 2):
+        turn()
+    gc.collect()
+    before, count = tracemalloc.get_traced_memory()[0], len(gc.get_objects())
+    for _ in range(updates):
+        turn()
+    gc.collect()
+    after, later = tracemalloc.get_traced_memory()[0], len(gc.get_objects())
+    tracemalloc.stop()
+    return after - before, later - count
+
+
+@pytest.mark.parametrize("updates", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TURNS)
+def test_memory_is_flat(name: str, updates: int) -> None:
+    turn = TURNS[name]()
+    ema = {"loss": torch.zeros(())}
+
+    def with_average() -> None:
+        turn()
+        x = koila_rl.lazy(torch.randn(8, 3))
+        ema["loss"] = 0.99 * ema["loss"] + 0.01 * x.mean().item()
+
+    nbytes, objects = growth(updates, with_average)
+    assert nbytes < 64_000
+    assert objects < 200
