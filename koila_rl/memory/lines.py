@@ -8,10 +8,11 @@ which is why two peaks alone would not do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from koila_rl.memory.estimate import OUTSIDE, Estimate
+from koila_rl.memory.live import Moment
 
 __all__ = ["Lines"]
 
@@ -33,25 +34,19 @@ class Lines:
     @classmethod
     def of(cls, few: int, many: int, estimate: Estimate) -> Lines | None:
         """Lines from a trace with ``two_sizes``; None where microbatches were not alike."""
-        phases: dict[int, list[float]] = {}
+        phases: dict[int, list[Moment]] = {}
         for moment in estimate.timeline:
-            taken = moment.live_bytes + moment.scratch_bytes
-            phases.setdefault(moment.phase, []).append(taken)
+            phases.setdefault(moment.phase, []).append(moment)
         first: set[Line] = set()
         later: set[Line] = set()
-        outside = max(phases.pop(OUTSIDE, [0.0]))
+        outside = max(map(_taken, phases.pop(OUTSIDE, [])), default=0.0)
         for number in {phase // 3 for phase in phases}:
             opening, low, high = (phases.get(3 * number + k, []) for k in range(3))
             if len(low) != len(high):
                 return None
-            slopes = [(y - x) / (many - few) for x, y in zip(low, high, strict=True)]
-            lines = [(y - slope * many, slope) for y, slope in zip(high, slopes, strict=True)]
+            lines = [_line(few, _taken(x), many, _taken(y)) for x, y in zip(low, high, strict=True)]
             later.update(lines)
-            if len(opening) == len(high):
-                pairs = zip(opening, slopes, strict=True)
-                first.update((x - slope * many, slope) for x, slope in pairs)
-            else:
-                first.update(lines)
+            first.update(_opening_lines(opening, high, lines, many))
         return cls(_upper(first), _upper(later), outside) if later else None
 
     def peak(self, size: int, n: int) -> float:
@@ -69,6 +64,35 @@ class Lines:
             else:
                 high = middle
         return low
+
+
+def _taken(moment: Moment) -> float:
+    return moment.live_bytes + moment.scratch_bytes
+
+
+def _line(few: int, low: float, many: int, high: float) -> Line:
+    slope = (high - low) / (many - few)
+    return high - slope * many, slope
+
+
+def _opening_lines(
+    opening: list[Moment], later: list[Moment], lines: list[Line], many: int
+) -> Iterator[Line]:
+    """Lines of the first microbatch, whose slopes are those of the same moments in a later one.
+
+    It has its own moments where it makes what later ones add to, so moments are matched from
+    both ends by what made them; a later line stands for those in between.
+    """
+    makers = [(x.maker, y.maker) for x, y in zip(opening, later, strict=False)]
+    ahead = next((k for k, (x, y) in enumerate(makers) if x is not y), len(makers))
+    tail = [(x.maker, y.maker) for x, y in zip(opening[::-1], later[::-1], strict=False)]
+    behind = next((k for k, (x, y) in enumerate(tail) if x is not y), len(tail))
+    behind = min(behind, len(makers) - ahead)
+    pairs = [*zip(opening[:ahead], lines[:ahead], strict=True)]
+    pairs += zip(opening[len(opening) - behind :], lines[len(lines) - behind :], strict=True)
+    for moment, (_, slope) in pairs:
+        yield _taken(moment) - slope * many, slope
+    yield from lines[ahead : len(lines) - behind]
 
 
 def _highest(lines: tuple[Line, ...], samples: int) -> float:
