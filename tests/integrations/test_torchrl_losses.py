@@ -127,6 +127,7 @@ def transitions(name: str, actor: Any) -> TensorDict:
         with torch.no_grad():
             actor(data)
         data["advantage"], data["value_target"] = normal(N, 1), normal(N, 1)
+        data["state_value"] = normal(N, 1)
     else:
         data["action"] = normal(N, ACTION).tanh() * 0.9
     return data.double() if data["observation"].dtype != torch.float64 else data
