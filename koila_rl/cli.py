@@ -1,4 +1,4 @@
-"""``koila-rl train`` and ``koila-rl evaluate``.
+"""``koila-rl train``, ``koila-rl evaluate`` and ``koila-rl plan``.
 
 Everything a person can get wrong ends in one line on stderr and exit code 2, with nothing
 written.
@@ -69,6 +69,20 @@ class Evaluate:
     """File, .gif or .mp4, into which one more episode is filmed."""
 
 
+@dataclass
+class PlanCard:
+    """Say what an update would take on a card, without one. Hyperparameters are flags as well."""
+
+    env: str
+    """Name of a gymnasium environment, such as CartPole-v1."""
+    agent: str = "ppo"
+    """Which algorithm."""
+    card: str = "8GiB"
+    """All memory of the card."""
+    device: str = "cuda"
+    """cuda or cpu; it need not exist here."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
@@ -94,7 +108,8 @@ def _run(arguments: list[str]) -> int:
         with contextlib.redirect_stderr(complaint):
             command, unknown = tyro.cli(
                 Annotated[Train, tyro.conf.subcommand("train", description=_train_help())]
-                | Annotated[Evaluate, tyro.conf.subcommand("evaluate")],
+                | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+                | Annotated[PlanCard, tyro.conf.subcommand("plan")],
                 prog="koila-rl",
                 args=arguments,
                 return_unknown_args=True,
@@ -110,6 +125,8 @@ def _run(arguments: list[str]) -> int:
         raise ConfigurationError(_unknown(unknown[0], command))
     if isinstance(command, Train):
         return _train(command, hyperparameters)
+    if isinstance(command, PlanCard):
+        return _plan(command, hyperparameters)
     if hyperparameters:
         raise ConfigurationError(f"evaluate takes no hyperparameters, but got {hyperparameters}")
     return _evaluate(command)
@@ -156,6 +173,18 @@ def _evaluate(command: Evaluate) -> int:
         video=command.video,
     )
     print(f"{config['env']}: {result}")
+    return 0
+
+
+def _plan(command: PlanCard, hyperparameters: dict[str, Any]) -> int:
+    from koila_rl.cards import plan_on_card
+    from koila_rl.training import agent_named
+
+    kind = agent_named(command.agent)
+    batch_size = hyperparameters.pop("batch_size", kind.hyperparameters_type().batch_size)
+    print(
+        plan_on_card(command.env, kind, batch_size, command.card, command.device, **hyperparameters)
+    )
     return 0
 
 
@@ -234,9 +263,9 @@ def _number(text: str) -> int | float | str:
         return text
 
 
-def _unknown(argument: str, command: Train | Evaluate) -> str:
+def _unknown(argument: str, command: Train | Evaluate | PlanCard) -> str:
     flags = [field.name for field in fields(command)]
-    if isinstance(command, Train):
+    if not isinstance(command, Evaluate):
         flags += _hyperparameter_defaults()
     name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
     near = difflib.get_close_matches(name, flags, n=3)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import koila_rl
+from koila_rl.account import UpdateAccount
 from koila_rl.agents import hyperparameters as hyper
 from koila_rl.agents.base import BaseAgent
 from koila_rl.agents.dqn import DQN
@@ -27,18 +28,18 @@ from koila_rl.agents.recurrent_ppo import RecurrentPPO
 from koila_rl.checkpoint import load_state, write_atomically
 from koila_rl.envs import EnvironmentLike
 from koila_rl.errors import ConfigurationError
+from koila_rl.memory.tuner import keeping_sizes
 from koila_rl.metrics import RunLog, draw_learning_curve, read_episodes
 from koila_rl.progress import Display
 
-__all__ = ["AGENTS", "TrainResult", "load", "read_config", "train"]
+__all__ = ["AGENTS", "TrainResult", "agent_named", "load", "read_config", "train"]
 
-AGENTS: dict[str, type[BaseAgent]] = {
-    kind.name: kind for kind in (PPO, RecurrentPPO, DQN)
-}
+AGENTS: dict[str, type[BaseAgent]] = {kind.name: kind for kind in (PPO, RecurrentPPO, DQN)}
 
 Callback = Callable[[Progress], "bool | None"]
 
 _SAVES = 20
+_TUNED = "tuned.json"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def train(
     vectorization: str = "sync",
     device: torch.device | str = "auto",
     memory: int | float | str = "auto",
+    tune: bool = False,
     run_dir: str | Path | None = None,
     progress: bool = True,
     callbacks: Iterable[Callback] = (),
@@ -84,6 +86,8 @@ def train(
         device: ``"auto"`` keeps small networks on the CPU.
         memory: What an update may take above what is resident: bytes, ``"2GiB"``, a fraction of
             what is free, or ``"auto"`` for what is free.
+        tune: Time the microbatch sizes that fit over the first updates and keep the fastest. It
+            is written into ``tuned.json``, and what is found there is not timed again on resume.
         run_dir: Folder of the run; a fresh one in ``runs/`` where not said.
         progress: Whether to show a progress bar and a table at the end.
         callbacks: Called with a ``Progress`` after each update; False ends learning.
@@ -92,7 +96,8 @@ def train(
             environment, where there is one (``koila_rl.agents.presets``).
 
     The folder holds ``config.json``, ``metrics.csv``, ``episodes.csv``, ``tensorboard/``,
-    ``agent.pt``, ``learning_curve.png`` and ``plan.txt``, and ``replay/`` where the agent has one.
+    ``agent.pt``, ``learning_curve.png`` and ``plan.txt``, with ``tune`` ``tuned.json``, and
+    ``replay/`` where the agent has one.
     An interrupted run leaves them too.
 
     Raises:
@@ -102,13 +107,14 @@ def train(
     _check_numbers(total_timesteps, seed, n_envs)
     if run_dir is not None:
         _check_folder(Path(run_dir))
-    kind = _agent_named(agent)
+    kind = agent_named(agent)
     state = None if resume is None else load_state(Path(resume) / "agent.pt")
-    settings = preset(agent, env)
+    settings, tuned = preset(agent, env), dict[str, int]()
     if resume is not None and state is not None:
         settings = hyper.restore(state["hyperparameters"])
         config = read_config(Path(resume))
         settings |= {"n_envs": config["n_envs"], "env_kwargs": config["env_kwargs"]}
+        tune, tuned = tune or config.get("tune", False), _read_tuned(Path(resume))
     environments = settings.pop("n_envs", None)
     env_kwargs = {**settings.pop("env_kwargs", {}), **(env_kwargs or {})}
     if isinstance(env, str) or callable(env):
@@ -117,6 +123,9 @@ def train(
     with contextlib.ExitStack() as stack:
         if memory != "auto":
             stack.enter_context(koila_rl.limits(memory=memory))
+        if tune:
+            stack.enter_context(koila_rl.limits(tune=True))
+        stack.enter_context(keeping_sizes(tuned))
         learner = kind(
             env,
             n_envs=n_envs,
@@ -144,11 +153,18 @@ def train(
             "device": str(learner.device),
             "device_reason": learner.device_reason,
             "memory": memory,
+            "tune": tune,
             "hyperparameters": hyper.describe(learner.hyperparameters),
             "versions": {name: version(name) for name in ("koila-rl", "torch", "gymnasium")},
         }
         _write_json(run_dir / "config.json", config)
-        return _learn(learner, total_timesteps, run_dir, str(config["env"]), progress, callbacks)
+        try:
+            return _learn(
+                learner, total_timesteps, run_dir, str(config["env"]), progress, callbacks
+            )
+        finally:
+            if tuned:
+                _write_json(run_dir / _TUNED, tuned)
 
 
 def _check_numbers(total_timesteps: int, seed: int, n_envs: int | None) -> None:
@@ -186,7 +202,7 @@ def load(path: str | Path, device: torch.device | str = "auto") -> BaseAgent:
     state = load_state(path / "agent.pt" if path.is_dir() else path)
     if "agent" not in state or "network" not in state:
         raise ConfigurationError(f"{path} is a checkpoint but not of an agent")
-    agent: BaseAgent = _agent_named(state["agent"]).from_state(state, device)
+    agent: BaseAgent = agent_named(state["agent"]).from_state(state, device)
     return agent
 
 
@@ -205,12 +221,16 @@ def _learn(
     display = Display(title, total_timesteps, start, progress)
     next_save = start
     plan: koila_rl.Plan | None = None
+    account = UpdateAccount(learner.device, learner.network)
 
     def after_update(state: Progress) -> bool:
         nonlocal next_save, plan
-        plan = koila_rl.last_plan() if "train/n_updates" in state.metrics else plan
+        updated = "train/n_updates" in state.metrics
+        plan = koila_rl.last_plan() if updated else plan
         display.update(state.num_timesteps, state.episodes, plan)
         metrics = dict(state.metrics)
+        if updated:
+            metrics |= account.add(metrics, plan)
         metrics["time/steps_per_second"] = display.steps_per_second(state.num_timesteps)
         if display.mean_return is not None:
             metrics["rollout/mean_return"] = display.mean_return
@@ -234,11 +254,16 @@ def _learn(
             write_atomically(run_dir / "plan.txt", f"{plan}\n".encode())
         episodes = read_episodes(run_dir)
         draw_learning_curve(run_dir / "learning_curve.png", episodes, title)
-    display.summary(learner.num_timesteps, run_dir, plan)
+    display.summary(learner.num_timesteps, run_dir, plan, account.rows())
     return TrainResult(learner, tuple(value for _, value in episodes), run_dir, plan)
 
 
-def _agent_named(name: str) -> type[BaseAgent]:
+def agent_named(name: str) -> type[BaseAgent]:
+    """The class of an agent.
+
+    Raises:
+        ConfigurationError: There is none of this name; says a near one.
+    """
     if name not in AGENTS:
         near = difflib.get_close_matches(name, AGENTS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(AGENTS)}"
@@ -280,6 +305,17 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{run_dir} is not the folder of a run: {error}") from error
     return config
+
+
+def _read_tuned(run_dir: Path) -> dict[str, int]:
+    """Microbatch sizes that a run has timed, by program."""
+    try:
+        tuned = json.loads((run_dir / _TUNED).read_text())
+        return {str(name): int(size) for name, size in tuned.items() if int(size) >= 1}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigurationError(f"{run_dir / _TUNED} cannot be read: {error}") from error
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

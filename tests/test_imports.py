@@ -33,7 +33,7 @@ LAYERS = (
     ("spaces", "returns", "checkpoint"),
     ("making", "envs", "metrics", "normalization", "video", "evaluation"),
     ("agents",),
-    ("progress", "training", "callbacks"),
+    ("account", "progress", "training", "callbacks", "cards"),
     ("cli", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
