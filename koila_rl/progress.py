@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from types import TracebackType
 
 from rich.console import Console
@@ -56,8 +57,14 @@ class Display:
             parts.append(str(plan).splitlines()[0])
         self._bar.update(self._task, completed=num_timesteps, status=" · ".join(parts))
 
-    def summary(self, num_timesteps: int, run_dir: object, plan: object) -> None:
-        """Print a table of what the run came to."""
+    def summary(
+        self,
+        num_timesteps: int,
+        run_dir: object,
+        plan: object,
+        more: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        """Print a table of what the run came to, with ``more`` rows of it."""
         if not self._enabled:
             return
         table = Table(show_header=False, box=None)
@@ -68,6 +75,8 @@ class Display:
             table.add_row("mean return", f"{mean:.1f} over the last {len(self._recent)}")
         if plan is not None:
             table.add_row("plan", str(plan).splitlines()[0])
+            for name, text in more:
+                table.add_row(name, text)
         table.add_row("run", str(run_dir))
         self._console.print(table)
 
