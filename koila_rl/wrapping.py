@@ -54,6 +54,7 @@ def lazy(*values: Any, batch: int = 0, device: torch.device | str | None = None)
         raise ConfigurationError(f"batch is {batch!r} but must be the number of a dimension")
     if device is not None:
         checked_device(device)
+    entrypoints.guard_sharded()
     sizes: dict[int, tuple[int, ...]] = {}
 
     def note(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ too. `torch.autograd.backward` asks no tensor either.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +18,15 @@ from torch import Tensor
 from torch.autograd import function as function_module
 from torch.autograd.graph import Node as GradientNode
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.modules._functions import SyncBatchNorm as SynchronisedNorm
+from torch.utils._pytree import tree_leaves
 
 from koila_rl.errors import UnsupportedError
 from koila_rl.recording.private import FakeTensor
 from koila_rl.recording.recorder import record
 from koila_rl.recording.tensor import LazyTensor
 
-__all__ = ["FunctionCall", "install", "uninstall"]
+__all__ = ["FunctionCall", "guard_sharded", "install", "uninstall"]
 
 _attribute = torch.autograd.Function.__dict__["apply"]
 _original_backward = torch.autograd.backward
@@ -102,6 +105,13 @@ def _dispatch(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Recomputing is what a microbatch does anyway: record the function itself.
         run, _preserve, *rest = args
         return run(*rest)
+    if cls is SynchronisedNorm:
+        raise UnsupportedError(
+            "SyncBatchNorm adds up statistics of all processes inside its forward, and no process "
+            "waits for the microbatches of another. Use BatchNorm, whose statistics are those of "
+            "a process's own minibatch, or GroupNorm, which splits; or compute this layer's input "
+            "first, with koila_rl.materialize(x)"
+        )
     return record(_call_of(cls), args, kwargs)
 
 
@@ -173,6 +183,33 @@ def _refuse_bound_before(cls: Any) -> None:
     cls.forward = staticmethod(guarded)
 
 
+# Where the forward of a module sharded by FSDP2 begins.
+_SHARDED = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+
+def guard_sharded() -> None:
+    """Refuse lazy arguments of sharded modules by name, once there may be such modules."""
+    module: Any = sys.modules.get(_SHARDED)
+    if module is None:
+        return
+    original = module.FSDPParamGroup.pre_forward
+    if hasattr(original, "_koila_rl_original"):
+        return
+
+    @functools.wraps(original)
+    def pre_forward(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, LazyTensor) for x in tree_leaves((args, kwargs))):
+            raise UnsupportedError(
+                "FSDP2 frees the gathered parameters after each forward, so calls that are "
+                "recorded with them cannot run later. koila_rl.opaque(module) runs the module at "
+                "once, on the whole minibatch; DistributedDataParallel splits"
+            )
+        return original(group, *args, **kwargs)
+
+    pre_forward._koila_rl_original = original  # type: ignore[attr-defined]
+    module.FSDPParamGroup.pre_forward = pre_forward
+
+
 def _known_functions(cls: Any) -> list[Any]:
     """Users' functions that exist already."""
     found = []
@@ -208,3 +245,6 @@ def uninstall() -> None:
             if original is not None:
                 known.forward = staticmethod(original)
     torch.autograd.backward = _original_backward
+    if _SHARDED in sys.modules:
+        group: Any = sys.modules[_SHARDED].FSDPParamGroup
+        group.pre_forward = getattr(group.pre_forward, "_koila_rl_original", group.pre_forward)

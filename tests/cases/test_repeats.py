@@ -61,6 +61,36 @@ def shape_of_a_captured_tensor(other: bool, wrap: Wrap) -> Outcome:
 
 
 @case
+def sizes_of_a_captured_tensor_of_the_same_strides(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(1, 3) if other else leaf(3, 3)
+    y = torch.mul(wrap(rows(1, 3)), weight)
+    return [y.pow(2).mean(), y], [weight]
+
+
+@case
+def strides_that_show_in_the_result(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3, 3)
+    y = torch.mul(wrap(rows(1, 1)), weight.t() if other else weight)
+    return [y.pow(2).mean(), y], [weight]
+
+
+@case
+def a_lone_weight_that_wants_gradients(other: bool, wrap: Wrap) -> Outcome:
+    weight = leaf(3).requires_grad_(other)
+    y = torch.mul(wrap(rows(3)), weight)
+    return [y.pow(2).mean(), y], [weight]
+
+
+@case
+def a_real_tensor_that_waits_for_a_write(other: bool, wrap: Wrap) -> Outcome:
+    x, store = wrap(rows(3)), torch.ones(N, 3)
+    if other:
+        store.index_add_(0, torch.arange(N), x * 2)
+    y = torch.add(x, store)
+    return [y.pow(2).mean(), y], []
+
+
+@case
 def dtype_of_a_captured_tensor(other: bool, wrap: Wrap) -> Outcome:
     weight = leaf(3).float().detach() if other else leaf(3).detach()
     found = torch.mul(wrap(rows(3).float()), weight)
@@ -288,19 +318,24 @@ def operands_the_other_way_around(other: bool, wrap: Wrap) -> Outcome:
     return [(torch.sub(b, a) if other else torch.sub(a, b)).pow(3).mean()], [weight]
 
 
-def outcome(case: Case, other: bool, wrap: Wrap) -> list[Tensor | None]:
-    """Values, and gradients where there is something to differentiate."""
+def described(x: Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad
+
+
+def outcome(case: Case, other: bool, wrap: Wrap) -> tuple[list[Any], list[Tensor | None]]:
+    """How values are described before they are known; values, and gradients if there are any."""
     values, leaves = case(other, wrap)
+    seen = [described(x) for x in values]
     if values[0].ndim == 0 and values[0].requires_grad:
         values[0].backward()
     found: list[Tensor | None] = [koila_rl.materialize(x).detach() for x in values]
-    return [*found, *(x.grad for x in leaves)]
+    return seen, [*found, *(x.grad for x in leaves)]
 
 
 def assert_as_eager(case: Case, other: bool) -> None:
-    expected = outcome(case, other, lambda x: x)
-    got = outcome(case, other, koila_rl.lazy)
-    assert len(got) == len(expected)
+    seen, expected = outcome(case, other, lambda x: x)
+    described, got = outcome(case, other, koila_rl.lazy)
+    assert described == seen
     for mine, theirs in zip(got, expected, strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None and theirs is not None:
