@@ -20,8 +20,8 @@ __all__ = ["forget", "recognise", "recognise_calls", "remember", "remember_calls
 Matcher = Callable[[Sequence[Node]], "tuple[list[Call], list[Any], list[Any], list[Any]] | None"]
 
 _KNOWN: dict[Any, list[tuple[Program | None, Matcher]]] = {}
-# Programs that end alike.
-_LIMIT = 32
+# Programs that end alike, and ends.
+_LIMIT, _ENDINGS = 32, 1024
 _MOST_CALLS = 20_000
 
 
@@ -74,6 +74,9 @@ def sources_of(calls: Sequence[Call]) -> list[Node]:
 
 
 def _keep(key: Any, program: Program | None, matcher: Matcher) -> bool:
+    if len(_KNOWN) >= _ENDINGS and key not in _KNOWN:
+        # Minibatches of ever new sizes must not fill the memory.
+        _KNOWN.clear()
     candidates = _KNOWN.setdefault(key, [])
     if len(candidates) >= _LIMIT:
         del candidates[0]
