@@ -49,6 +49,7 @@ class _Run:
         self.plan: Plan | None = None
         self.modes = dispatch_modes()
         self.device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self.n_threads = torch.get_num_threads()
         context = contextvars.copy_context()
         self.thread = threading.Thread(
             target=context.run, args=(self.work,), daemon=True, name="koila_rl backward"
@@ -72,6 +73,8 @@ class _Run:
     def work(self) -> None:
         self.worker.acquire()
         try:
+            # A new thread would compute with as many threads as there are cores.
+            torch.set_num_threads(self.n_threads)
             if self.device is not None:
                 torch.cuda.set_device(self.device)
             with with_modes(self.modes), pausing(self.hand_over):
