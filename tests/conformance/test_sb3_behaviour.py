@@ -27,6 +27,7 @@ from tests.integrations.sb3_models import VECTOR, Noise, model, parameters, step
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),  # theirs: minibatch sizes, learning starts, and so on
 ]
 
@@ -150,6 +151,6 @@ def test_identity_is_learned_split(algorithm: Any, env: gym.Env[Any, Any], setti
         "MlpPolicy", env, seed=0, device="cpu", gamma=0.4, policy_kwargs={"net_arch": [32]},
         **settings,
     )  # fmt: skip
-    sb3.attach(made, microbatch=20).learn(1500)
+    sb3.attach(made, microbatch=20).learn(1000)
     mean, _ = evaluate_policy(made, made.get_env(), n_eval_episodes=10, warn=False)
     assert mean > 85

@@ -24,7 +24,10 @@ SHORT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(SHORT))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow if x == "ppo_continuous" else ()) for x in SHORT],
+)
 def test_the_line_changes_nothing(name: str) -> None:
     module = script(f"cleanrl_{name}")
 

@@ -89,7 +89,7 @@ def learned(kind: Any, attach: bool, microbatch: int | None = None) -> Tensor:
     return torch.cat([p.detach().flatten() for m in made.models.values() for p in m.parameters()])
 
 
-@pytest.mark.parametrize("kind", [PPO, DQN, DDQN], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [PPO, DQN, pytest.param(DDQN, marks=pytest.mark.slow)])
 def test_training_gives_the_same_parameters(kind: Any) -> None:
     plain = learned(kind, attach=False)
     for microbatch in (None, 3):

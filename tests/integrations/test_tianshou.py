@@ -79,7 +79,7 @@ def learned(
     return torch.cat([p.detach().flatten() for p in made.parameters()]), buffer
 
 
-@pytest.mark.parametrize("kind", [PPO, A2C, DQN], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [PPO, pytest.param(A2C, marks=pytest.mark.slow), DQN])
 def test_updates_give_the_same_parameters(kind: Any) -> None:
     plain, _ = learned(kind, attach=False)
     for microbatch in (None, 3):
