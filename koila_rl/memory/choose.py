@@ -301,7 +301,9 @@ def _plan(
     passes = [Pass(size, count, trace=trace)]
     backward = peaks.purpose == "backward" and count > 1
     if backward and (not program.fused or program.schedule.last > 1):
-        passes = [Pass(size, count, name, trace) for name in ("forward", "backward")]
+        names = ("earlier stages", "forward and backward") if program.fused else (
+            "forward", "backward")  # fmt: skip
+        passes = [Pass(size, count, name, trace) for name in names]
     elif peaks.purpose == "value" and count > 1:
         passes = [Pass(size, count, "forward", trace)]
     resident = sum(_bytes(form) for form in peaks.forms if form.rows is None)

@@ -46,10 +46,16 @@ class Estimate:
     def workspace_bytes(self) -> int:
         return self.allocator_bytes - self.peak_bytes
 
-    def part_bytes(self, forward: bool) -> int:
-        """Peak of the forward alone, or of what comes after it."""
-        part = self.timeline[: self.forward] if forward else self.timeline[self.forward :]
-        return max((x.live_bytes + x.scratch_bytes for x in part), default=0)
+    def part_bytes(self, part: str) -> int:
+        """Peak of "forward", of "backward" after it, or of "earlier stages" than the last."""
+        moments = self.timeline[: self.forward]
+        if part == "backward":
+            moments = self.timeline[self.forward :]
+        elif part == "earlier stages":
+            last = max((x.phase // 3 for x in moments), default=0)
+            ends = next((k for k, x in enumerate(moments) if x.phase // 3 == last), 0)
+            moments = moments[:ends]
+        return max((x.live_bytes + x.scratch_bytes for x in moments), default=0)
 
 
 OUTSIDE = -1

@@ -25,7 +25,8 @@ def nothing() -> Estimate:
 class Pass:
     """One pass over a minibatch: ``count`` microbatches of ``microbatch_size`` samples.
 
-    ``name`` is "forward", "backward", or "forward and backward" where one pass does both.
+    ``name`` is "forward", "backward", or "forward and backward" where one pass does both, after
+    "earlier stages" whose sums it needs.
     """
 
     microbatch_size: int
@@ -39,7 +40,7 @@ class Pass:
         found = self.trace()
         if self.name == "forward and backward":
             return found.allocator_bytes
-        return found.part_bytes(self.name == "forward")
+        return found.part_bytes(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ def test_a_plan_takes_at_most_four_traces_and_a_known_program_none(
 ) -> None:
     sizes = counted_traces(monkeypatch)
     module, x = (
-        nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 4)),
+        nn.Sequential(nn.Linear(64, 520), nn.ReLU(), nn.Linear(520, 4)),
         torch.ones(4096, 64),
     )
     with koila_rl.limits(memory="4MiB"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import koila_rl
 from koila_rl.errors import ConfigurationError
 from koila_rl.memory.budget import available_bytes, budget_bytes
 from koila_rl.memory.simulated import SimulatedDevice
@@ -237,3 +239,39 @@ def test_stable_baselines3_learns_inside():
         SimulatedDevice(device.resident_bytes + 2048).register(agent.policy),
     ):
         agent.learn(128)
+
+
+def test_this_trains_on_a_2_gb_card() -> None:
+    n = 50_000
+    network = nn.Sequential(nn.Linear(8, 4096), nn.Tanh(), nn.Linear(4096, 4))
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    x = torch.ones(n, 8)
+    with SimulatedDevice("2GB").register(network, optimizer, x) as device:
+        network(koila_rl.lazy(x)).pow(2).mean().backward()
+        optimizer.step()
+    plan = koila_rl.last_plan()
+    assert plan is not None
+    assert (plan.split, plan.retries) == (True, 0)
+    assert 0.5 * device.capacity_bytes < device.peak_bytes <= device.capacity_bytes
+
+
+def test_trains_inside(tmp_path: Path) -> None:
+    with SimulatedDevice("3MiB") as device:
+        result = koila_rl.train(
+            "CartPole-v1", total_timesteps=2048, n_steps=2048, n_envs=1, batch_size=2048,
+            n_epochs=2, device="cpu", run_dir=tmp_path / "run", progress=False,
+        )  # fmt: skip
+    assert result.plan is not None
+    assert result.plan.split
+    assert result.plan.retries == 0
+    assert result.plan.peak_bytes < device.peak_bytes <= device.capacity_bytes
+
+
+def test_planning_follows_the_allocator_where_it_is_modelled() -> None:
+    network, x = nn.Linear(64, 512), torch.ones(8192, 64)
+    with SimulatedDevice("24MiB", allocator=True).register(network, x) as device:
+        network(koila_rl.lazy(x)).pow(2).mean().backward()
+    plan = koila_rl.last_plan()
+    assert plan is not None
+    assert plan.split
+    assert device.reserved_bytes <= device.capacity_bytes
