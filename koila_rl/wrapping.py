@@ -105,6 +105,7 @@ def _wrap(x: Tensor, dim: int) -> LazyTensor:
 
 def lazy_rows(rows: Rows) -> LazyTensor:
     """A lazy tensor whose rows are read when a microbatch runs; see `Rows`."""
+    entrypoints.guard_sharded()
     meta = _rows_meta(tuple(rows.shape), rows.dim, rows.dtype, torch.device(rows.device))
     return LazyTensor(Node(Source(None, rows, meta), 0, meta), PENDING)
 

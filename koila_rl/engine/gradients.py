@@ -237,7 +237,7 @@ class StageRun:
                 keeping = offloaded()
             else:
                 code = in_parts(self.stage, self.parts)
-        elif self.compiled is not None and self.compiled[1] == stop - start:
+        elif self.compiled is not None and self.compiled[1] == stop - start and self.differentiable:
             place = (self.stage.level, self.stage.n)
             code = compiled_body(self.compiled[0], code, place, stop - start, len(self.places))
         with keeping:

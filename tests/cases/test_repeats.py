@@ -211,7 +211,9 @@ def another_default_type(other: bool, wrap: Wrap) -> Outcome:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if other else torch.float64)
     try:
-        return [koila_rl.materialize(torch.div(x, 3))], []
+        y = torch.div(x, 3)
+        koila_rl.materialize(y)
+        return [y], []
     finally:
         torch.set_default_dtype(before)
 
@@ -284,14 +286,15 @@ def a_value_read_in_between(other: bool, wrap: Wrap) -> Outcome:
 @case
 def another_shape_of_rows(other: bool, wrap: Wrap) -> Outcome:
     weight = leaf(1)
-    return [(wrap(rows(4) if other else rows(3)) * weight).pow(2).mean()], [weight]
+    y = wrap(rows(4) if other else rows(3)) * weight
+    return [y.pow(2).mean(), y], [weight]
 
 
 @case
 def rows_that_want_gradients(other: bool, wrap: Wrap) -> Outcome:
     x = rows(3).requires_grad_(other)
-    weight = leaf(3)
-    return [(wrap(x) * weight).pow(2).mean()], [weight, x]
+    y = wrap(x) * 2
+    return [y.pow(2).mean(), y], [x]
 
 
 @case
