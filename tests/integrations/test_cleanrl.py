@@ -23,10 +23,12 @@ SHORT: dict[str, dict[str, Any]] = {
     "sac": {"total_timesteps": 206, "learning_starts": 199, "batch_size": 24},
 }  # fmt: skip
 
+QUICK = ("ppo_lstm", "c51", "sac")
+
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.slow if x == "ppo_continuous" else ()) for x in SHORT],
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in SHORT],
 )
 def test_the_line_changes_nothing(name: str) -> None:
     module = script(f"cleanrl_{name}")

@@ -143,8 +143,13 @@ def outcome(module: Any, data: TensorDict) -> tuple[dict[str, Tensor], list[Any]
     return values, [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize("microbatch", [None, 3], ids=["whole", "split"])
-@pytest.mark.parametrize("name", list(LOSSES))
+WHOLE = [
+    pytest.param(name, None, marks=() if name in ("clip_ppo", "cql") else pytest.mark.slow)
+    for name in LOSSES
+]
+
+
+@pytest.mark.parametrize(("name", "microbatch"), [*((name, 3) for name in LOSSES), *WHOLE])
 def test_losses(name: str, microbatch: int | None) -> None:
     with double_precision(), allow_unsplit():
         torch.manual_seed(0)
