@@ -60,7 +60,7 @@ class UpdateAccount:
     def _read(self) -> int | None:
         simulated = active_device.get()
         if isinstance(simulated, SimulatedDevice):
-            return simulated.peak_bytes - self._resident
+            return simulated.section_peak_bytes - self._resident
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._resident
         return None
@@ -69,7 +69,7 @@ class UpdateAccount:
         simulated = active_device.get()
         gradients = sum(p.grad.nbytes for p in self._network.parameters() if p.grad is not None)
         if isinstance(simulated, SimulatedDevice):
-            simulated.reset_peak()
+            simulated.start_section()
             self._resident = simulated.live_bytes - gradients
         elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -73,6 +73,7 @@ class SimulatedDevice:
             if allocator
             else None
         )
+        self._before_section = 0
         self.resident_bytes = 0
         """Bytes that were registered."""
         self._tracker = StorageTracker(self, follow_fake=False, note_unknown=True)
@@ -86,6 +87,11 @@ class SimulatedDevice:
     @property
     def peak_bytes(self) -> int:
         """Largest number of bytes that were live at once, registered ones included."""
+        return max(self._before_section, self._tracker.peak_bytes)
+
+    @property
+    def section_peak_bytes(self) -> int:
+        """The same since :meth:`start_section`."""
         return self._tracker.peak_bytes
 
     @property
@@ -112,6 +118,12 @@ class SimulatedDevice:
 
     def reset_peak(self) -> None:
         """Begin a new peak at what is live now."""
+        self._before_section = 0
+        self._tracker.reset_peak()
+
+    def start_section(self) -> None:
+        """Begin a section, such as one update, with a peak of its own."""
+        self._before_section = self.peak_bytes
         self._tracker.reset_peak()
 
     def register(self, *owners: nn.Module | torch.optim.Optimizer | Tensor) -> SimulatedDevice:

@@ -256,15 +256,26 @@ def test_this_trains_on_a_2_gb_card() -> None:
 
 
 def test_trains_inside(tmp_path: Path) -> None:
-    with SimulatedDevice("3MiB") as device:
+    with SimulatedDevice("700KiB") as device:
         result = koila_rl.train(
-            "CartPole-v1", total_timesteps=2048, n_steps=2048, n_envs=1, batch_size=2048,
-            n_epochs=2, device="cpu", run_dir=tmp_path / "run", progress=False,
+            "CartPole-v1", total_timesteps=512, n_steps=512, n_envs=1, batch_size=512,
+            n_epochs=1, device="cpu", run_dir=tmp_path / "run", progress=False,
         )  # fmt: skip
     assert result.plan is not None
     assert result.plan.split
     assert result.plan.retries == 0
     assert result.plan.peak_bytes < device.peak_bytes <= device.capacity_bytes
+
+
+def test_a_section_has_a_peak_of_its_own() -> None:
+    with SimulatedDevice("1MiB") as device:
+        kib(64)
+        device.start_section()
+        kib(16)
+        assert device.section_peak_bytes == 16 * KIB
+        assert device.peak_bytes == 64 * KIB
+        device.reset_peak()
+        assert device.peak_bytes == 0
 
 
 def test_planning_follows_the_allocator_where_it_is_modelled() -> None:
