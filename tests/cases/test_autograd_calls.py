@@ -119,7 +119,7 @@ def test_activation_checkpointing_inside_a_module(reentrant: bool) -> None:
 
 
 # PyTorch's own use of TorchScript, when forward mode is first needed.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("microbatch", SIZES)
 def test_jvp_and_grad_of_torch_func(microbatch: int) -> None:
     x, direction, weight = torch.randn(N, 3), torch.randn(N, 3), torch.randn(3, 3)
