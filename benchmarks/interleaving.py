@@ -12,8 +12,8 @@ machines of two cores). Measured are
     blocking      rollouts and updates in turn
     interleaved   both at once
     ratio         interleaved / max(environment, update): 1 is all that can be hidden
-    beside        the updates alone, while an unrelated process computes: on a machine whose cores
-                  share a physical one this is more than `update`, and nothing can hide it
+    beside        the updates alone, while an unrelated process computes: where this is more than
+                  `update` the machine has no second core to give, and nothing can be hidden
 
 each as seconds a round, the middle one of the rounds.
 """

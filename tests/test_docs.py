@@ -64,6 +64,13 @@ def test_example_recurrent(tmp_path: Path) -> None:
     assert "minibatch 8 = 2 × 4" in output
 
 
+@pytest.mark.slow
+def test_example_interleaved(tmp_path: Path) -> None:
+    output = run(str(ROOT / "examples" / "interleaved.py"), "512", cwd=tmp_path)
+    assert "interleaved: " in output
+    assert "minibatch 256 = 4 × 64" in output
+
+
 def test_example_huge_minibatch(tmp_path: Path) -> None:
     output = run(str(ROOT / "examples" / "huge_minibatch.py"), "256", cwd=tmp_path)
     assert "256 = 2 × 128" in output
