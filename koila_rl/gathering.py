@@ -13,7 +13,7 @@ from koila_rl.engine.gradients import RowSource
 from koila_rl.engine.program import Bound
 from koila_rl.errors import StaleValueError
 from koila_rl.recording.clock import optimizer_steps, stepped_since
-from koila_rl.recording.values import Call, Node, Source
+from koila_rl.recording.values import SMALL, Call, Node, Source
 
 __all__ = [
     "Check",
@@ -28,9 +28,6 @@ __all__ = [
 ]
 
 Check = tuple[Node, str]
-
-# Values that somebody still holds are computed along, up to this size a sample.
-SMALL = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_agents() -> None:
     agents = importlib.import_module("koila_rl.agents")
     assert agents is koila_rl.agents
-    assert set(agents.__all__) == {"PPO", "Linear"}
-    assert agents.PPO.name == "ppo"
+    assert set(agents.__all__) == {"DQN", "PPO", "Linear", "RecurrentPPO"}
+    assert (agents.PPO.name, agents.DQN.name) == ("ppo", "dqn")
 
 
 def test_errors_are_also_what_a_caller_would_catch() -> None:

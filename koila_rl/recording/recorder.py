@@ -26,7 +26,17 @@ from koila_rl.recording.repeats import forget, remember, repeat, search
 from koila_rl.recording.rescale import form_of, may_rescale, rescaled
 from koila_rl.recording.template import Slots, fill, flatten, key_of, settled
 from koila_rl.recording.tensor import RECORDER, LazyTensor, untouched
-from koila_rl.recording.values import Call, Captured, Meta, Node, intern, meta_of, seeded_since
+from koila_rl.recording.values import (
+    SMALL,
+    Call,
+    Captured,
+    Meta,
+    Node,
+    Source,
+    intern,
+    meta_of,
+    seeded_since,
+)
 from koila_rl.recording.writes import join_view, record_write, write_at_once
 
 __all__ = ["analyses", "forget_analyses", "record", "record_plainly", "run_eagerly"]
@@ -72,8 +82,10 @@ def record_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not lazies:
         with untouched():
             return func(*args, **kwargs)
-    if all(x._node.attached is not None for x in lazies) and not may_write(func, kwargs):
-        real = [x._node.attached if isinstance(x, LazyTensor) else x for x in slots.tensors]
+    if _is_settled(func, slots.tensors, lazies) and not may_write(func, kwargs):
+        real = [
+            x._runtime.attached(x._node) if isinstance(x, LazyTensor) else x for x in slots.tensors
+        ]
         args, kwargs = fill(template, real, slots.consts, _minibatch(lazies))
         return func(*args, **kwargs)
     n = _minibatch(lazies)
@@ -105,6 +117,40 @@ def record_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         # Where constants do not change the course of the call.
         remember(info, args, kwargs, metas, append)
     return append(info, slots.tensors, slots.consts, caller())
+
+
+# Calls whose result is no larger than arguments of one shape, by name.
+_ELEMENTWISE = frozenset(
+    {"add", "sub", "mul", "div", "rsub", "true_divide", "min", "max", "minimum", "maximum", "where",
+     "lt", "le", "gt", "ge", "eq", "ne", "pow", "__eq__", "__ne__", "__rsub__", "__rtruediv__",
+     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "logical_and", "__and__", "__or__"}
+)  # fmt: skip
+
+
+def _is_settled(func: Any, tensors: list[Any], lazies: list[LazyTensor]) -> bool:
+    """Whether a call on these has nothing to wait for: its values have been computed, with graphs.
+
+    Columns of the minibatch count as computed beside them, as losses read them after the networks
+    have run: all of one shape and of few bytes a sample, in calls whose result is small as well.
+    """
+    if all(x._node.attached is not None for x in lazies):
+        return True
+    if getattr(func, "__name__", "") not in _ELEMENTWISE:
+        return False
+    shape, computed = lazies[0]._node.meta.shape, False
+    for x in tensors:
+        if not isinstance(x, LazyTensor):
+            if x.ndim and x.shape != shape:
+                return False
+            computed |= x.grad_fn is not None
+            continue
+        source, meta = x._node.call, x._node.meta
+        if meta.shape != shape or meta.nbytes > SMALL * max(meta.n, 1):
+            return False
+        computed |= x._node.attached is not None
+        if x._node.attached is None and not (isinstance(source, Source) and source.is_here()):
+            return False
+    return computed
 
 
 def append(info: CallInfo, tensors: list[Any], consts: Sequence[Any], where: Where) -> Any:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from koila_rl.recording.analysis import CallInfo
 
 __all__ = [
+    "SMALL",
     "Call",
     "CallState",
     "Captured",
@@ -156,6 +157,9 @@ class Rows(Protocol):
     def check(self) -> None: ...
 
 
+# Values of up to so many bytes a sample are small: held ones are computed along.
+SMALL = 64
+
 _sequence = itertools.count()
 
 
@@ -188,6 +192,13 @@ class Source:
         _Seed.value = torch.initial_seed()
         self.version = data._version if data is not None and not data.is_inference() else 0
         self.pointer = data.data_ptr() if data is not None else 0
+
+    def is_here(self) -> bool:
+        """Whether all rows are in a tensor that is as it was when it was wrapped."""
+        data = self.data
+        if data is None or data.is_inference() or data.requires_grad != self.meta.requires_grad:
+            return False
+        return data._version == self.version and data.data_ptr() == self.pointer
 
 
 class Captured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import warnings
@@ -279,3 +280,53 @@ def test_minibatches_of_odd_sizes(size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(program, (torch.randn(size, 4), torch.randn(size, 1)), module, sizes=(1, 16, 18))
+
+
+def test_losses_read_one_after_the_other_run_the_networks_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Stable-Baselines3 does for its log: each reading needs another column of the minibatch."""
+    runs = []
+    original = koila_rl.session.run_whole
+    monkeypatch.setattr(
+        "koila_rl.session.run_whole", lambda *a, **k: runs.append(1) or original(*a, **k)
+    )
+    network = torch.nn.Linear(3, 2).double()
+    eager = copy.deepcopy(network)
+    x = torch.randn(N, 3, dtype=torch.float64)
+    advantage, returns, old = torch.randn(3, N, dtype=torch.float64)
+
+    def loss(module: Any, columns: Any) -> tuple[Tensor, list[float]]:
+        x, advantage, returns, old = columns
+        out = module(x)
+        ratio = (out[:, 0] - old).exp()
+        policy_loss = -(advantage * ratio).mean()
+        read = [policy_loss.item()]
+        value_loss = torch.nn.functional.mse_loss(returns, out[:, 1])
+        read.append(value_loss.item())
+        read.append(((out[:, 0] - old) ** 2).mean().item())
+        return policy_loss + value_loss, read
+
+    mine, read = loss(network, koila_rl.lazy(x, advantage, returns, old))
+    mine.backward()
+    theirs, expected = loss(eager, (x, advantage, returns, old))
+    theirs.backward()
+    assert len(runs) == 1
+    assert read == pytest.approx(expected, abs=1e-12)
+    torch.testing.assert_close(network.weight.grad, eager.weight.grad, rtol=0, atol=1e-12)
+
+
+def test_a_column_beside_a_value_that_is_known_stays_lazy_where_it_would_grow() -> None:
+    x = torch.randn(N, 3, dtype=torch.float64)
+    column = torch.randn(N, dtype=torch.float64)
+    lazy_x, lazy_column = koila_rl.lazy(x, column)
+    total = lazy_x.sum(1)
+    total.sum().item()
+    assert isinstance(total + lazy_column, Tensor)
+    outer = torch.outer(total, lazy_column)
+    assert isinstance(outer, koila_rl.LazyTensor)
+    pairs = total[:, None] - lazy_column[None, :]
+    assert isinstance(pairs, koila_rl.LazyTensor)
+    torch.testing.assert_close(
+        koila_rl.materialize(pairs), x.sum(1)[:, None] - column[None, :], rtol=0, atol=1e-12
+    )
