@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -201,16 +201,23 @@ def gather(
 ) -> Iterator[tuple[Bound, Plan, list[Check], bool]]:
     """Roots with their companions and validations as one program, and its plan.
 
-    Also whether values that are known stand for calls inside the block.
+    Also whether values that are known stand for calls.
     """
+    # Who reads a loss under inference mode may go through it backward later.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        yield _gathered(roots, pending, target, purpose, differentiated)
+
+
+def _gathered(
+    roots: list[Node], pending: Live, target: Node | None, purpose: str, differentiated: bool
+) -> tuple[Bound, Plan, list[Check], bool]:
     bound, known = None, recognise_calls(roots)
     if known is not None:
         # None of their values is known.
         wanted, checks, along = _wanted(roots, *known, pending)
         bound = recognise(wanted, target)
     if bound is not None:
-        yield *_planned(bound, roots, along, checks, target, purpose), False
-        return
+        return *_planned(bound, roots, along, checks, target, purpose), False
     found = [*roots, *pending.nodes]
     with known_values(found, found if differentiated else ()) as some_known:
         behind = calls_behind(roots)
@@ -218,7 +225,21 @@ def gather(
         bound = bind(wanted, target)
         if known is None and bound.program.recognised and not some_known:
             remember_calls(roots, behind)
-        yield *_planned(bound, roots, along, checks, target, purpose), some_known
+        bound, plan, checks = _planned(bound, roots, along, checks, target, purpose)
+        if some_known:
+            # A run may pause: elsewhere, what is known must keep its calls, or their gradients
+            # would be lost.
+            bound.tensors[:] = [_standing_in(x) for x in bound.tensors]
+        return bound, plan, checks, some_known
+
+
+def _standing_in(x: Any) -> Any:
+    """The same input of a program, whatever becomes of the recorded value."""
+    if not isinstance(x, Node) or x.attached is None:
+        return x
+    same = Node(x.call, x.index, x.meta)
+    same.value, same.attached = x.value, x.attached
+    return same
 
 
 def _wanted(

@@ -97,3 +97,19 @@ def test_a_weight_that_changed_in_between_is_told() -> None:
                     loss.backward()
             else:
                 loss.backward()
+
+
+@pytest.mark.parametrize("microbatch", [5, N])
+def test_a_loss_read_under_inference_mode_keeps_its_graph(microbatch: int) -> None:
+    module, x = network(), torch.randn(N, 5, dtype=torch.float64)
+    loss_of(module, x).backward()
+    wanted = [p.grad for p in module.parameters()]
+    for _ in range(4):
+        module.zero_grad()
+        with koila_rl.limits(microbatch=microbatch):
+            loss = loss_of(module, koila_rl.lazy(x))
+            with torch.inference_mode():
+                loss.item()
+            loss.backward()
+        got = [p.grad for p in module.parameters()]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)

@@ -206,3 +206,23 @@ def test_a_simulated_device_is_watched_in_slices_too() -> None:
         with koila_rl.start_backward(module(koila_rl.lazy(x))) as backward:
             assert backward.remaining > 1
         assert 0 < device.peak_bytes <= 400 << 10
+
+
+def test_a_value_that_is_known_keeps_its_gradient_between_slices() -> None:
+    torch.manual_seed(0)
+    read, other = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+    module = nn.ModuleList([read, other])
+    twin = copy.deepcopy(module)
+    known = twin[0](minibatch()).mean()
+    (twin[1](minibatch()) * known.detach()).square().mean().backward()
+    (known * 2).backward()
+    with koila_rl.limits(microbatch=3):
+        x = koila_rl.lazy(minibatch())
+        known = read(x).mean()
+        known.item()
+        backward = koila_rl.start_backward((other(x) * known.detach()).square().mean())
+        assert not backward.advance()
+        meanwhile = known * 2
+        backward.finish()
+        meanwhile.backward()
+    same(gradients(module), gradients(twin))
