@@ -52,6 +52,7 @@ def build(
                     tuple((local[v], use) for v, use in step.operands),
                     tuple(local[v] for v in step.outputs),
                     position, step.n or call.info.n, call.grad, call.info.autocast,
+                    call.info.default,
                 )
             )  # fmt: skip
     written_roots, roots = roots, [renamed.get(v, v) for v in roots]

@@ -33,6 +33,8 @@ class ProgramStep:
     n: int
     grad: bool
     autocast: Any = None
+    # The default type when the call was recorded, where its result depends on it.
+    default: Any = None
     level: int = 0
 
     @property

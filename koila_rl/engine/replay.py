@@ -7,8 +7,8 @@ between two operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,13 +166,30 @@ class _Writer:
         return function
 
 
-def _context(writer: _Writer, grad: bool, autocast: Any) -> str | None:
+def _context(writer: _Writer, grad: bool, autocast: Any, default: Any) -> str | None:
     """The mode a step runs in, where it differs from gradients on and no autocast."""
     modes = [] if grad else ["torch.no_grad()"]
     if autocast is not None:
         writer.names["casting"] = casting
         modes.append(f"casting({writer.hoist(autocast)})")
+    if default is not None:
+        writer.names["defaulting"] = defaulting
+        modes.append(f"defaulting({writer.hoist(default)})")
     return f"with {', '.join(modes)}:" if modes else None
+
+
+@contextmanager
+def defaulting(dtype: torch.dtype) -> Iterator[None]:
+    """The default type as it was when the call was recorded: whole numbers divide into it."""
+    before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def casting(state: Any) -> Any:
@@ -270,7 +287,7 @@ def compile_stage(
                 lines.insert(0, f"n = {step.n}")
             lines += _forget(refs_of[number], targets, last, kept, number)
             cast = step.autocast if step.step.autocast is None else None
-            _write_block(writer, _context(writer, step.grad, cast), lines, step.call)
+            _write_block(writer, _context(writer, step.grad, cast, step.default), lines, step.call)
         if cuts:
             given = [v for v in dict.fromkeys(made) if v in kept or last.get(v, -1) >= end]
             gone = [ref for ref in taken if last[ref] < end and ref not in kept]
@@ -357,6 +374,6 @@ def compile_whole(
         dead += [f"v{v}" for v in results if f"v{v}" not in last and f"v{v}" not in kept]
         if dead:
             lines.append("del " + ", ".join(dead))
-        _write_block(writer, _context(writer, call.grad, info.autocast), lines, k)
+        _write_block(writer, _context(writer, call.grad, info.autocast, info.default), lines, k)
     writer.lines.append("return (" + "".join(f"v{v}, " for v in roots) + ")")
     return writer.finish(", ".join(["n", "c", "rnd", "effects", *[f"v{v}" for v in inputs]]))

@@ -40,6 +40,8 @@ class CallInfo:
     random: bool = False
     # The casting in force when the call was recorded, or None.
     autocast: Any = None
+    # The default type then, where the result depends on it.
+    default: Any = None
     keep: Any = None
     aliases: list[int | None] = field(default_factory=list)
     same: list[int | None] = field(default_factory=list)

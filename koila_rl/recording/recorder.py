@@ -245,6 +245,10 @@ def _analysis(func: Any, template: Any, metas: list[Meta], consts: list[Any], n:
         _count += 1
         info = analyse(func, template, metas, consts, n, batched)
         info.autocast = autocast
+        if not any(meta.dtype.is_floating_point or meta.dtype.is_complex for meta in metas) and any(
+            meta.dtype.is_floating_point for meta in info.metas
+        ):
+            info.default = torch.get_default_dtype()
         if general is not None and may_rescale(info):
             _FORMS[general] = info
     if len(_KNOWN) > _LIMIT:

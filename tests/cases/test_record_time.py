@@ -135,3 +135,21 @@ def test_a_view_of_a_value_put_together_from_single_rows() -> None:
 def test_nothing_to_wrap_is_told(call: Any) -> None:
     with pytest.raises(koila_rl.ConfigurationError):
         call()
+
+
+@pytest.mark.parametrize("microbatch", [3, 12])
+def test_whole_numbers_divide_into_the_default_type_of_the_time(microbatch: int) -> None:
+    x = torch.arange(12)
+    for _ in range(4):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            expected = torch.div(x, 7).sin()
+            got = torch.div(koila_rl.lazy(x), 7).sin()
+        finally:
+            torch.set_default_dtype(before)
+        with koila_rl.limits(microbatch=microbatch):
+            value = koila_rl.materialize(got)
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+        assert torch.get_default_dtype() == before
