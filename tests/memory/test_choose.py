@@ -108,6 +108,7 @@ def test_finds_the_largest_microbatch_that_fits(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", NAMES)
 def test_finds_the_largest_microbatch_that_fits_at_fifty_capacities(name: str) -> None:
     hold(name, N, [k / 49 for k in range(50)])

@@ -92,6 +92,7 @@ def test_no_byte_off(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_no_byte_off_at_any_size(case: Case) -> None:
     torch.manual_seed(0)
@@ -103,6 +104,7 @@ def test_no_byte_off_at_any_size(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_no_byte_off_for_a_language_model_of_124_million_parameters() -> None:
     module = GPT()
     assert sum(p.numel() for p in module.parameters()) == 124_439_808
