@@ -12,6 +12,7 @@ from torch import Tensor
 
 from koila_rl import foresight, session
 from koila_rl.backward import run_backward
+from koila_rl.errors import ConfigurationError
 from koila_rl.recording.private import FakeTensor
 from koila_rl.recording.recorder import record
 from koila_rl.recording.tensor import LazyTensor
@@ -46,6 +47,8 @@ class Pending:
 
     def __init__(self) -> None:
         self._local = _Local()
+        # Losses whose backward runs in slices just now.
+        self.sliced: weakref.WeakSet[Node] = weakref.WeakSet()
 
     def track(self, tensor: LazyTensor) -> None:
         """Remember a result without keeping it alive."""
@@ -106,6 +109,7 @@ class Pending:
         inputs: Any = None,
     ) -> None:
         """``Tensor.backward`` of a recorded value."""
+        self.refuse_sliced(node)
         if isinstance(gradient, LazyTensor):
             gradient = self.attached(gradient._node)
         if inputs is not None:
@@ -120,6 +124,13 @@ class Pending:
         if node.attached is None and isinstance(node.call, Call):
             gradient = run_backward(node, gradient, create_graph, keep, self.live())
         self.attached(node).backward(gradient, retain_graph, create_graph, inputs=inputs)
+
+    def refuse_sliced(self, node: Node) -> None:
+        """A second backward of a loss would add its gradients twice."""
+        if node in self.sliced:
+            raise ConfigurationError(
+                "start_backward() runs the backward of this loss already; finish() or cancel() it"
+            )
 
     def backward_many(
         self,

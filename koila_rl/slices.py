@@ -40,6 +40,7 @@ class _Run:
 
     def __init__(self, node: Node, gradient: Tensor | None) -> None:
         self.node, self.gradient = node, gradient
+        PENDING.sliced.add(node)
         self.live = PENDING.live()
         self.caller, self.worker = threading.Semaphore(0), threading.Semaphore(0)
         self.left = self.count = self.turns = 0
@@ -87,6 +88,7 @@ class _Run:
         except BaseException as error:
             self.error = error
         finally:
+            PENDING.sliced.discard(self.node)
             self.ended = True
             self.caller.release()
 
@@ -229,7 +231,8 @@ def start_backward(loss: Tensor, gradient: Tensor | None = None) -> SlicedBackwa
         The backward, before its first microbatch. Parameters must not change until it is done.
 
     Raises:
-        ConfigurationError: ``loss`` is no recorded value, or has been computed already.
+        ConfigurationError: ``loss`` is no recorded value, has been computed already, or its
+            backward runs in slices already. So does ``loss.backward()`` meanwhile.
         InsufficientMemoryError: Not even one sample fits; nothing has run.
     """
     if not isinstance(loss, LazyTensor) or not isinstance(loss._node.call, Call):
@@ -240,6 +243,7 @@ def start_backward(loss: Tensor, gradient: Tensor | None = None) -> SlicedBackwa
     if loss._node.attached is not None or not loss._node.meta.requires_grad:
         what = "has been computed already" if loss.requires_grad else "does not require gradients"
         raise ConfigurationError(f"the loss {what}; start_backward() needs one that has not run")
+    PENDING.refuse_sliced(loss._node)
     if isinstance(gradient, LazyTensor):
         gradient = PENDING.attached(gradient._node)
     return SlicedBackward(loss._node, gradient)

@@ -226,3 +226,18 @@ def test_a_value_that_is_known_keeps_its_gradient_between_slices() -> None:
         backward.finish()
         meanwhile.backward()
     same(gradients(module), gradients(twin))
+
+
+def test_the_backward_of_a_loss_runs_only_once_at_a_time() -> None:
+    module = nn.Linear(3, 1).double()
+    twin = copy.deepcopy(module)
+    twin(minibatch()).square().mean().backward()
+    with koila_rl.limits(microbatch=3):
+        loss = module(koila_rl.lazy(minibatch())).square().mean()
+        backward = koila_rl.start_backward(loss)
+        for again in (koila_rl.start_backward, torch.Tensor.backward, torch.autograd.backward):
+            with pytest.raises(koila_rl.ConfigurationError, match="already"):
+                again(loss)
+        backward.cancel()
+        koila_rl.start_backward(loss).finish()
+    same(gradients(module), gradients(twin))
