@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sb3_contrib import TRPO, RecurrentPPO
-from stable_baselines3 import A2C, DQN, PPO, SAC
+from stable_baselines3 import A2C, DQN, PPO, SAC, TD3
 from torch import Tensor
 
 import koila_rl
@@ -65,6 +65,35 @@ def test_learn_completes_where_the_plain_model_runs_out_of_memory() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         learned(attached=False, capacity="800KiB")
     torch.testing.assert_close(learned(True, "800KiB"), plain, rtol=0, atol=1e-5)
+    plan = koila_rl.last_plan()
+    assert plan is not None
+    assert plan.split
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [DQN, SAC, TD3, A2C])
+def test_every_kind_of_algorithm_learns_on_a_device_that_is_too_small_for_it(
+    algorithm: Any,
+) -> None:
+    replay = {"batch_size": 4096, "learning_starts": 4200, "buffer_size": 5000}
+    settings: Any = {"n_steps": 1024, "n_envs": 4} if algorithm is A2C else replay
+
+    def learned(attached: bool, capacity: float | str) -> tuple[Any, int]:
+        made = model(algorithm, width=64, **settings)
+        if attached:
+            sb3.attach(made)
+        with koila_rl.SimulatedDevice(capacity) as device:
+            device.register(made.policy)
+            made.learn(4208)
+        return parameters(made), device.peak_bytes
+
+    plain, peak = learned(attached=False, capacity="1GiB")
+    small = int(0.6 * peak)
+    with pytest.raises(torch.OutOfMemoryError):
+        learned(attached=False, capacity=small)
+    mine, used = learned(attached=True, capacity=small)
+    assert used <= small
+    torch.testing.assert_close(mine, plain, rtol=0, atol=1e-5)
     plan = koila_rl.last_plan()
     assert plan is not None
     assert plan.split
