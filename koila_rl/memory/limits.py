@@ -72,8 +72,9 @@ def limits(
             is first held against the other, values and gradients, and replaces it only if they
             agree to 1e-5 in float32 and it is faster. Programs under autocast, with random
             numbers or with BatchNorm in training stay as they are, as do those that cannot be
-            compiled; a warning says so once. Takes seconds, and memory beside the budget while
-            it tries.
+            compiled; a warning says so once. With a float that changes between runs, as an
+            annealed clip range, the code that is not compiled runs. Takes seconds, and memory
+            beside the budget while it tries.
 
     Raises:
         ConfigurationError: for a size below 1 or a memory that does not parse.

@@ -183,6 +183,19 @@ def test_a_constant_that_changes(runs: Runs) -> None:
     assert_same_training(got, train(annealed, 20, False))
 
 
+def test_other_constants_run_as_they_were(runs: Runs) -> None:
+    places = itertools.count()
+
+    def alternating(module: nn.Module, x: Tensor) -> Tensor:
+        bound = (0.5, 0.25)[next(places) % 2]
+        return (module(x) * bound).clamp(-bound, bound).pow(2).mean()
+
+    got = train(alternating, 12, True)
+    assert_same_training(got, train(alternating, 12, False))
+    # Compiled with the constants of the run after the first ones, and run with no others.
+    assert runs.count == (12 - RUNS - 1) // 2
+
+
 def dropout(module: nn.Module, x: Tensor) -> Tensor:
     return torch.dropout(module(x), 0.5, True).pow(2).mean()
 
