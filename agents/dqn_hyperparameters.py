@@ -82,6 +82,7 @@ class Hyperparameters:
         )
         hyperparameters.check_choice(self, "features_extractor", CNNS)
         hyperparameters.check_choice(self, "update", UPDATES)
+        hyperparameters.check_widths(self, "net_arch")
         if self.buffer_size < n_envs * self.n_steps:
             raise ConfigurationError(
                 f"buffer_size is {self.buffer_size} but n_envs * n_steps = {n_envs} * "

@@ -10,7 +10,15 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from koila_rl.agents.schedules import Linear, Schedule, at
 from koila_rl.errors import ConfigurationError
 
-__all__ = ["check_choice", "check_positive", "check_ranges", "describe", "read", "restore"]
+__all__ = [
+    "check_choice",
+    "check_positive",
+    "check_ranges",
+    "check_widths",
+    "describe",
+    "read",
+    "restore",
+]
 
 
 class _Dataclass(Protocol):
@@ -69,6 +77,18 @@ def check_choice(values: Any, name: str, known: Collection[str]) -> None:
     value = getattr(values, name)
     if value not in known:
         raise ConfigurationError(f"{name} is {value!r} but must be {' or '.join(known)}")
+
+
+def check_widths(values: Any, name: str) -> None:
+    """Check that the named field is None or a sequence of layer widths, whole numbers above 0."""
+    value = getattr(values, name)
+    if value is None:
+        return
+    widths = list(value) if isinstance(value, list | tuple) else [None]
+    if not all(type(width) is int and width >= 1 for width in widths):
+        raise ConfigurationError(
+            f"{name} is {value!r} but must be widths of layers of at least 1, such as (64, 64)"
+        )
 
 
 def describe(values: Any) -> dict[str, Any]:

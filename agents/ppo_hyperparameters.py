@@ -74,6 +74,7 @@ class Hyperparameters:
         hyperparameters.check_positive(self, "clip_range", "clip_range_vf")
         hyperparameters.check_choice(self, "features_extractor", CNNS)
         hyperparameters.check_choice(self, "update", UPDATES)
+        hyperparameters.check_widths(self, "net_arch")
         samples = self.n_steps * n_envs
         if samples == 1:
             raise ConfigurationError(

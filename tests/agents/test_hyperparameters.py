@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from koila_rl.agents import hyperparameters
+from koila_rl.agents import dqn_hyperparameters, hyperparameters
 from koila_rl.agents.ppo_hyperparameters import Hyperparameters
 from koila_rl.agents.presets import PRESETS, preset
 from koila_rl.agents.schedules import Linear, at
@@ -93,3 +94,11 @@ def test_presets_hold_known_names_and_are_copied() -> None:
     assert preset("ppo", "CartPole-v1")["n_envs"] == 8
     assert preset("ppo", object()) == {}
     assert preset("dqn", "ALE/Pong-v5")["frame_stack"] == 4
+
+
+@pytest.mark.parametrize("kind", [Hyperparameters, dqn_hyperparameters.Hyperparameters])
+@pytest.mark.parametrize("widths", ["64", (0,), (64, 1.5), 64, (True,)])
+def test_widths_of_layers_are_checked(kind: Any, widths: Any) -> None:
+    with pytest.raises(ConfigurationError, match="net_arch is .* must be widths of layers"):
+        kind(net_arch=widths).check(1)
+    kind(net_arch=[32, 16]).check(1)
