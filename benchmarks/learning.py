@@ -73,7 +73,7 @@ ROWS = {
             "dqn-cartpole-interleaved", "dqn", "CartPole-v1", 50_000, 475, "500",
             best=True, settings={"update": "interleaved"},
         ),
-        Row("dqn-lunarlander", "dqn", "LunarLander-v3", 200_000, 150, "154 (v2)"),
+        Row("dqn-lunarlander", "dqn", "LunarLander-v3", 200_000, 150, "–"),
         Row("dqn-mountaincar", "dqn", "MountainCar-v0", 150_000, -130, "-101"),
     )
 }  # fmt: skip
@@ -208,8 +208,9 @@ def table() -> str:
         seconds = [int(run["train_seconds"]) for run in runs if run and run["train_seconds"]]
         mean = f"{sum(seconds) / len(seconds):.0f}" if seconds else "–"
         lines.append(
-            f"| {row.name} | {row.env} | {row.total_timesteps:,} | {row.threshold:g} of "
-            f"{row.needed} | {row.published} | {', '.join(scores)} | {verdict} | {mean} |"
+            f"| {row.name} | {row.env} | {row.total_timesteps:,} | ≥ {row.threshold:g} on "
+            f"{row.needed} of {len(row.seeds)} | {row.published} | {', '.join(scores)} | {verdict} "
+            f"| {mean} |"
         )
     return "\n".join(lines)
 
@@ -246,8 +247,11 @@ def report() -> None:
     machines = sorted({run["machine"] for run in read_results()})
     (FOLDER / "table.md").write_text(
         "# Learning benchmarks\n\n`python benchmarks/learning.py`; scores are mean returns of "
-        f"{EPISODES} fresh episodes, deterministic policy.\n\n{text}\n\nMachine: "
-        f"{'; '.join(machines)}. Every run, repeated ones too, is in `results.csv`.\n"
+        f"{EPISODES} fresh episodes, deterministic policy, and – is a run that was not made. "
+        "Published figures are those of RL Baselines3 Zoo's benchmark.\n\n"
+        f"{text}\n\nMachine: {'; '.join(machines)}; seconds are of the clock, whatever else ran. "
+        "Every run, repeated ones too, is in `results.csv` with its date and commit; curves are "
+        "means of the last 100 training episodes.\n"
     )
     for row in ROWS.values():
         draw(row)
