@@ -99,6 +99,6 @@ def test_presets_hold_known_names_and_are_copied() -> None:
 @pytest.mark.parametrize("kind", [Hyperparameters, dqn_hyperparameters.Hyperparameters])
 @pytest.mark.parametrize("widths", ["64", (0,), (64, 1.5), 64, (True,)])
 def test_widths_of_layers_are_checked(kind: Any, widths: Any) -> None:
-    with pytest.raises(ConfigurationError, match="net_arch is .* must be widths of layers"):
+    with pytest.raises(ConfigurationError, match=r"net_arch is .* must be widths of layers"):
         kind(net_arch=widths).check(1)
     kind(net_arch=[32, 16]).check(1)
