@@ -18,6 +18,7 @@ from torch import Tensor
 from koila_rl.backward import run_backward
 from koila_rl.engine.binding import calls_behind
 from koila_rl.engine.program import Bound
+from koila_rl.errors import InsufficientMemoryError
 from koila_rl.gathering import Live, check_fresh
 from koila_rl.recording.values import Node
 
@@ -82,18 +83,22 @@ def note_backward(node: Node) -> None:
         _local.read = None
 
 
-def compute_along(node: Node, live: Live) -> None:
-    """Compute a value, and the gradients of its backward."""
+def compute_along(node: Node, live: Live) -> bool:
+    """Compute a value, and the gradients of its backward; False where only the value fits."""
     _local.expected.discard(_local.reading)
     _local.read = (weakref.ref(node), _local.reading)
     found: list[Bound] = []
-    run_backward(node, None, False, False, live, begin=lambda bound, plan: found.append(bound))
+    try:
+        run_backward(node, None, False, False, live, begin=lambda bound, plan: found.append(bound))
+    except InsufficientMemoryError:
+        return False
     roots = [root for root in found[0].roots if root.meta.requires_grad]
     graphs = [(weakref.ref(x), x.attached) for x in roots if x.attached is not None]
     for root in roots:
         # Until the backward comes, they are values like others.
         root.attached = None
     _local.foreseen[node] = _Foreseen(replace(found[0], roots=[]), graphs)
+    return True
 
 
 def take(node: Node, plainly: bool) -> None:

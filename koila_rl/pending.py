@@ -83,9 +83,7 @@ class Pending:
                 node.value = node.attached.detach()
             elif isinstance(node.call, Source):
                 node.value = session.source_tensor(node).detach()
-            elif foresight.is_expected(node):
-                foresight.compute_along(node, self.live())
-            else:
+            elif not foresight.is_expected(node) or not foresight.compute_along(node, self.live()):
                 session.run_values(node, self.live())
                 foresight.note_reading(node)
         assert node.value is not None

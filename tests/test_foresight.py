@@ -113,3 +113,16 @@ def test_a_loss_read_under_inference_mode_keeps_its_graph(microbatch: int) -> No
             loss.backward()
         got = [p.grad for p in module.parameters()]
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_loss_is_read_where_its_backward_does_not_fit() -> None:
+    module = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 1)).double()
+    x = torch.randn(N, 5, dtype=torch.float64)
+    wanted = module(x).square().mean().item()
+    for memory in ("1MiB", "1MiB", "1MiB", "4KiB"):
+        with koila_rl.limits(memory=memory, microbatch=5 if memory == "1MiB" else None):
+            loss = module(koila_rl.lazy(x)).square().mean()
+            assert loss.item() == pytest.approx(wanted, abs=1e-12)
+            if memory == "1MiB":
+                module.zero_grad()
+                loss.backward()
