@@ -19,11 +19,11 @@ from koila_rl.recording.values import Call, Node
 from koila_rl.session import (
     checks_first,
     gather,
-    holds,
     neutral,
     resized,
     run,
     run_whole,
+    verify_checks,
     whole_for_double_backward,
     whole_inputs,
 )
@@ -119,10 +119,7 @@ def _outcomes(
     bound: Bound, results: Sequence[Tensor], checks: Sequence[Check], graph: Callable[[Node], bool]
 ) -> list[Outcome]:
     """Values and graphs, after the validations among them have been made."""
-    messages = {id(node): message for node, message in checks}
-    for root, result in zip(bound.roots, results, strict=True):
-        if id(root) in messages and not holds(result):
-            raise ValueError(messages[id(root)])
+    verify_checks(bound, results, checks)
     return [
         (x.detach(), x if graph(root) or not root.meta.requires_grad else None)
         for root, x in zip(bound.roots, results, strict=True)

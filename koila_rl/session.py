@@ -60,6 +60,7 @@ __all__ = [
     "run_values",
     "run_whole",
     "source_tensor",
+    "verify_checks",
     "whole_for_double_backward",
     "whole_inputs",
 ]
@@ -164,11 +165,12 @@ def checks_first(checks: Sequence[Check]) -> Iterator[None]:
         raise
 
 
-def _verify_checks(checks: Sequence[Check]) -> None:
-    for node, message in checks:
-        assert node.value is not None
-        if not holds(node.value):
-            raise ValueError(message)
+def verify_checks(bound: Bound, results: Sequence[Tensor], checks: Sequence[Check]) -> None:
+    """Before any value is kept, so that whoever goes on after an error meets it again."""
+    messages = {id(node): message for node, message in checks}
+    for root, result in zip(bound.roots, results, strict=True):
+        if id(root) in messages and not holds(result):
+            raise ValueError(messages[id(root)])
 
 
 def holds(check: Tensor) -> bool:
@@ -276,9 +278,9 @@ def run_values(node: Node, live: Live) -> None:
                 return Execution(bound, size, compiled=compiled).run(grad=False), False
 
         results, graph = run(bound, plan, attempt, False)
+        verify_checks(bound, results, checks)
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=graph)
-    _verify_checks(checks)
 
 
 def run_graph(
@@ -296,10 +298,10 @@ def run_graph(
                 return Execution(bound, size, strict=False, parts=parts).run(grad=True), False
 
         results, every = run(bound, plan, attempt, True)
+        verify_checks(bound, results, checks)
         wanted = {id(node) for node in nodes}
         for root, result in zip(bound.roots, results, strict=True):
             _settle(root, result, attached=every or id(root) in wanted)
-    _verify_checks(checks)
 
 
 def whole_for_double_backward(bound: Bound, plan: Plan) -> Plan:

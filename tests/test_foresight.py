@@ -126,3 +126,15 @@ def test_a_loss_is_read_where_its_backward_does_not_fit() -> None:
             if memory == "1MiB":
                 module.zero_grad()
                 loss.backward()
+
+
+@pytest.mark.parametrize("microbatch", [5, N])
+def test_a_validation_that_failed_fails_again(microbatch: int) -> None:
+    module = network()
+    with koila_rl.limits(microbatch=microbatch):
+        logits = module(koila_rl.lazy(torch.full((N, 5), torch.nan, dtype=torch.float64)))
+        loss = torch.distributions.Categorical(logits=logits).entropy().mean()
+        for again in (torch.Tensor.item, torch.Tensor.item, torch.Tensor.backward):
+            with pytest.raises(ValueError, match="constraint"):
+                again(loss)
+    assert module.weight.grad is None
