@@ -110,6 +110,27 @@ class _Run:
         self.count += 1
 
 
+class _Kept:
+    """A loss whose graph was kept when it was read: its backward is one piece."""
+
+    bound: Bound | None = None
+    error: BaseException | None = None
+    turns = 1
+
+    def __init__(self, node: Node, gradient: Tensor | None) -> None:
+        self.node, self.gradient = node, gradient
+        self.plan = session.last_plan()
+        self.count = 0
+        self.ended = self.cancelled = False
+
+    def resume(self, microbatches: int) -> None:
+        self.count = microbatches
+        self.ended = microbatches > 0
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
 class SlicedBackward:
     """A backward that runs some microbatches at a time; made by `start_backward`.
 
@@ -121,7 +142,8 @@ class SlicedBackward:
         self._delivered = False
         restart()
         # The thread does not know this object, so that it ends when nobody holds it any more.
-        self._run = _Run(node, gradient)
+        kept = node.attached is not None
+        self._run: _Run | _Kept = _Kept(node, gradient) if kept else _Run(node, gradient)
         # Up to the first microbatch: then the plan is known.
         self._resume(0)
 
@@ -229,10 +251,11 @@ def start_backward(loss: Tensor, gradient: Tensor | None = None) -> SlicedBackwa
 
     Returns:
         The backward, before its first microbatch. Parameters must not change until it is done.
+        Of a loss that was read and whose graph was kept, it is one piece.
 
     Raises:
-        ConfigurationError: ``loss`` is no recorded value, has been computed already, or its
-            backward runs in slices already. So does ``loss.backward()`` meanwhile.
+        ConfigurationError: ``loss`` is no recorded value, or its backward runs in slices already.
+            So does ``loss.backward()`` meanwhile.
         InsufficientMemoryError: Not even one sample fits; nothing has run.
     """
     if not isinstance(loss, LazyTensor) or not isinstance(loss._node.call, Call):
@@ -240,9 +263,10 @@ def start_backward(loss: Tensor, gradient: Tensor | None = None) -> SlicedBackwa
             f"start_backward() needs a recorded loss, got {type(loss).__name__}; compute it on a "
             "minibatch from koila_rl.lazy()"
         )
-    if loss._node.attached is not None or not loss._node.meta.requires_grad:
-        what = "has been computed already" if loss.requires_grad else "does not require gradients"
-        raise ConfigurationError(f"the loss {what}; start_backward() needs one that has not run")
+    if not loss._node.meta.requires_grad:
+        raise ConfigurationError(
+            "the loss does not require gradients, so there is nothing to run backward"
+        )
     PENDING.refuse_sliced(loss._node)
     if isinstance(gradient, LazyTensor):
         gradient = PENDING.attached(gradient._node)

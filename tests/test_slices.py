@@ -241,3 +241,29 @@ def test_the_backward_of_a_loss_runs_only_once_at_a_time() -> None:
         backward.cancel()
         koila_rl.start_backward(loss).finish()
     same(gradients(module), gradients(twin))
+
+
+@pytest.mark.parametrize("microbatch", [2, N])
+def test_a_loss_that_was_read_may_go_backward_in_slices(microbatch: int) -> None:
+    module = Clipped().double()
+    twin = copy.deepcopy(module)
+    twin(minibatch()).backward()
+    with koila_rl.limits(microbatch=microbatch):
+        loss = module(koila_rl.lazy(minibatch()))
+        loss.item()
+        with koila_rl.start_backward(loss) as backward:
+            assert backward.remaining >= 1
+            assert module.policy.weight.grad is None
+        assert backward.done
+        assert backward.plan.batch_size == N
+    same(gradients(module), gradients(twin))
+
+
+def test_a_loss_that_was_read_may_be_cancelled() -> None:
+    module = Clipped().double()
+    loss = module(koila_rl.lazy(minibatch()))
+    loss.item()
+    backward = koila_rl.start_backward(loss)
+    backward.cancel()
+    assert "cancelled" in repr(backward)
+    assert module.policy.weight.grad is None
