@@ -63,6 +63,10 @@ def forget_analyses() -> None:
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record ``func(*args, **kwargs)`` and return its result as lazy tensors."""
+    if not deferred.any_pending():
+        result = _at_once(func, args, kwargs)
+        if result is not _LATER:
+            return result
     known = search(func, args, kwargs)
     if known is not None:
         return known
@@ -72,6 +76,33 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             args = deferred.after_writes(args, like._runtime)
             kwargs = deferred.after_writes(kwargs, like._runtime)
     return record_plainly(func, args, kwargs)
+
+
+_LATER: Any = object()
+
+
+def _at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result on values that have been computed, with graphs, without a look at containers.
+
+    Losses that read a value go on like this for many calls. `_LATER` where it is not so simple.
+    """
+    real, computed = [], False
+    for x in args:
+        kind = type(x)
+        if kind is LazyTensor:
+            x = x._node.attached
+            if x is None:
+                return _LATER
+            computed = True
+        elif kind is tuple or kind is list or kind is dict:
+            return _LATER
+        real.append(x)
+    for x in kwargs.values():
+        if type(x) in (LazyTensor, tuple, list, dict):
+            return _LATER
+    if not computed or may_write(func, kwargs):
+        return _LATER
+    return func(*real, **kwargs)
 
 
 def record_plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
