@@ -151,6 +151,10 @@ class DQN(BaseAgent):
 
     def explore(self, observation: Any, n: int, rate: float) -> Tensor:
         """Greedy actions ``[n]``, each replaced by a random one with probability ``rate``."""
+        if rate == 0.0:
+            # Nothing is drawn: an evaluation on the way leaves learning as it would have been.
+            greedy: Tensor = self.network(observation).argmax(-1)
+            return greedy
         shape, device = (n,), self.device
         random = torch.randint(self.n_actions, shape, generator=self.generator, device=device)
         chance = torch.rand(shape, generator=self.generator, device=device) < rate

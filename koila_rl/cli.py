@@ -47,6 +47,10 @@ class Train:
     """What an update may take: bytes, 64MiB, 2GiB, or a fraction of what is free such as 0.5."""
     microbatch: int | None = None
     """Samples that run at once; planned from the memory if not given."""
+    tune: bool = False
+    """Whether to time the microbatch sizes that fit and keep the fastest."""
+    compile: bool = False
+    """Whether to hand updates that repeat to torch.compile."""
     run_dir: Path | None = None
     """Folder of the run; a fresh one in runs/ if not given."""
     resume: Path | None = None
@@ -135,7 +139,7 @@ def _run(arguments: list[str]) -> int:
 def _train(command: Train, hyperparameters: dict[str, Any]) -> int:
     import koila_rl
 
-    with koila_rl.limits(microbatch=command.microbatch):
+    with koila_rl.limits(microbatch=command.microbatch, compile=command.compile):
         result = koila_rl.train(
             command.env,
             command.agent,
@@ -145,6 +149,7 @@ def _train(command: Train, hyperparameters: dict[str, Any]) -> int:
             vectorization=command.vectorization,
             device=command.device,
             memory=_number(command.memory),
+            tune=command.tune,
             run_dir=command.run_dir,
             progress=command.progress,
             resume=command.resume,

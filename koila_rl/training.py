@@ -91,7 +91,8 @@ def train(
         run_dir: Folder of the run; a fresh one in ``runs/`` where not said.
         progress: Whether to show a progress bar and a table at the end.
         callbacks: Called with a ``Progress`` after each update; False ends learning.
-        resume: Folder of a run to go on with. Environments start new episodes.
+        resume: Folder of a run to go on with, by its seed and, where they are not said, its
+            hyperparameters and memory. Environments start new episodes.
         hyperparameters: Named as in Stable-Baselines3. They go before the preset of the
             environment, where there is one (``koila_rl.agents.presets``).
 
@@ -115,6 +116,7 @@ def train(
         config = read_config(Path(resume))
         settings |= {"n_envs": config["n_envs"], "env_kwargs": config["env_kwargs"]}
         tune, tuned = tune or config.get("tune", False), _read_tuned(Path(resume))
+        seed, memory = config["seed"], config["memory"] if memory == "auto" else memory
     environments = settings.pop("n_envs", None)
     env_kwargs = {**settings.pop("env_kwargs", {}), **(env_kwargs or {})}
     if isinstance(env, str) or callable(env):

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from koila_rl.cli import main
+from koila_rl.memory.limits import current_limits
 
 QUICK = "--total-timesteps 300 --n-envs 2 --n-steps 16 --batch-size 32 --n-epochs 1 --no-progress"
 
@@ -35,6 +37,19 @@ def test_train_then_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_fixed_microbatch_is_in_the_plan() -> None:
     assert main(f"train CartPole-v1 {QUICK} --microbatch 8 --run-dir a".split()) == 0
     assert "8" in Path("a/plan.txt").read_text()
+
+
+def test_tuning_and_compiling_are_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def train(*_: object, tune: bool, **__: object) -> SimpleNamespace:
+        seen.append((tune, current_limits().compile))
+        return SimpleNamespace(run_dir="a")
+
+    monkeypatch.setattr("koila_rl.train", train)
+    assert main(["train", "CartPole-v1"]) == 0
+    assert main(["train", "CartPole-v1", "--tune", "--compile"]) == 0
+    assert seen == [(False, False), (True, True)]
 
 
 @pytest.mark.parametrize(

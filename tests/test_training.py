@@ -68,7 +68,14 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_resume_goes_on_where_the_run_was(tmp_path: Path) -> None:
     first = koila_rl.train(
-        "CartPole-v1", total_timesteps=64, n_envs=2, run_dir="a", ent_coef=0.125, **QUICK
+        "CartPole-v1",
+        total_timesteps=64,
+        n_envs=2,
+        run_dir="a",
+        seed=3,
+        memory="64MiB",
+        ent_coef=0.125,
+        **QUICK,
     )
     seen: list[int] = []
     again = koila_rl.train(
@@ -82,6 +89,9 @@ def test_resume_goes_on_where_the_run_was(tmp_path: Path) -> None:
     assert again.agent.hyperparameters == first.agent.hyperparameters
     assert again.agent.env is not None
     assert again.agent.env.n_envs == 2
+    assert again.agent.seed == 3
+    config = json.loads(Path("a/config.json").read_text())
+    assert (config["seed"], config["memory"]) == (3, "64MiB")
     assert seen[0] > first.agent.num_timesteps
     assert len(again.returns) >= len(first.returns)
     steps = [line.split(",")[0] for line in Path("a/metrics.csv").read_text().split()[1:]]

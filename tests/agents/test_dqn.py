@@ -140,7 +140,9 @@ def test_exploration_falls_and_stays() -> None:
 def test_exploring_is_random_and_else_greedy() -> None:
     agent = with_tables()
     observation = torch.ones(1000, 1)
+    before = agent.generator.get_state()
     assert set(agent.explore(observation, 1000, 0.0).tolist()) == {0}
+    assert torch.equal(agent.generator.get_state(), before)
     random = agent.explore(observation, 1000, 1.0).float().mean()
     assert float(random) == pytest.approx(0.5, abs=0.06)
     some = agent.explore(observation, 1000, 0.2).float().mean()
