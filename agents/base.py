@@ -188,6 +188,11 @@ class BaseAgent(ABC):
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device | str = "auto") -> Any:
         """As :meth:`load`, from what the file holds."""
+        if state["agent"] != cls.name:
+            raise ConfigurationError(
+                f"the checkpoint is of agent {state['agent']!r}, not {cls.name!r}; "
+                "koila_rl.load takes any"
+            )
         agent = cls.__new__(cls)
         agent.env = None
         values = cls._read(hyperparameters.restore(state["hyperparameters"]))
@@ -198,8 +203,20 @@ class BaseAgent(ABC):
         return agent
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take weights, optimizer, random state and progress from a loaded checkpoint."""
-        self.network.load_state_dict(state["network"])
+        """Take weights, optimizer, random state and progress from a loaded checkpoint.
+
+        Raises:
+            ConfigurationError: Its network has other shapes.
+        """
+        try:
+            self.network.load_state_dict(state["network"])
+        except RuntimeError as error:
+            learned, spaces = (state["observation_space"], state["action_space"]), self.interface
+            raise ConfigurationError(
+                f"the checkpoint's network, learned on {restore(learned[0])} and "
+                f"{restore(learned[1])}, does not fit one for {spaces.observation_space} and "
+                f"{spaces.action_space} with these hyperparameters: {error}"
+            ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         if self.normalizer is not None:
             self.normalizer.restore(state["normalizer"])

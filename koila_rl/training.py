@@ -112,6 +112,7 @@ def train(
     state = None if resume is None else load_state(Path(resume) / "agent.pt")
     settings, tuned = preset(agent, env), dict[str, int]()
     if resume is not None and state is not None:
+        _check_resumed(state, agent, total_timesteps, resume)
         settings = hyper.restore(state["hyperparameters"])
         config = read_config(Path(resume))
         settings |= {"n_envs": config["n_envs"], "env_kwargs": config["env_kwargs"]}
@@ -180,6 +181,20 @@ def _check_numbers(total_timesteps: int, seed: int, n_envs: int | None) -> None:
     if n_envs is not None and n_envs < 1:
         raise ConfigurationError(
             f"n_envs is {n_envs} but must be at least 1; leave it out for the preset's number"
+        )
+
+
+def _check_resumed(
+    state: dict[str, Any], agent: str, total_timesteps: int, resume: str | Path
+) -> None:
+    if state["agent"] != agent:
+        raise ConfigurationError(
+            f"{resume} is a run of agent {state['agent']!r}, but agent is {agent!r}"
+        )
+    if state["num_timesteps"] >= total_timesteps:
+        raise ConfigurationError(
+            f"{resume} has seen {state['num_timesteps']} transitions already and "
+            f"total_timesteps, which counts them too, is {total_timesteps}; raise it to go on"
         )
 
 

@@ -111,6 +111,26 @@ def test_resuming_twice_gives_the_same_parameters_bitwise(agent: str) -> None:
     assert torch.equal(found[0], found[1])
 
 
+@pytest.mark.parametrize(
+    ("env", "arguments", "message"),
+    [
+        ("CartPole-v1", {"agent": "dqn"}, "a is a run of agent 'ppo', but agent is 'dqn'"),
+        ("CartPole-v1", {"total_timesteps": 30}, "seen 3. transitions already .* is 30"),
+        ("CartPole-v1", {"net_arch": (8,)}, "does not fit one for .* hyperparameters"),
+        ("Acrobot-v1", {}, r"learned on Box\(.*4.*does not fit one for Box\(.*6"),
+    ],
+)
+def test_what_does_not_go_on_is_refused_and_leaves_the_run(
+    env: str, arguments: dict[str, Any], message: str
+) -> None:
+    koila_rl.train("CartPole-v1", total_timesteps=32, n_envs=2, run_dir="a", **QUICK)
+    before = {path.name: path.read_bytes() for path in Path("a").iterdir() if path.is_file()}
+    with pytest.raises(ConfigurationError, match=message):
+        koila_rl.train(env, resume="a", progress=False, **{"total_timesteps": 64, **arguments})
+    after = {path.name: path.read_bytes() for path in Path("a").iterdir() if path.is_file()}
+    assert after == before
+
+
 class Breaking(Counting):
     def step(self, action: Any) -> Any:
         if self.count == 2:

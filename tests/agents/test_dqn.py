@@ -15,6 +15,7 @@ from tensordict import TensorDict
 import koila_rl
 from koila_rl.agents.dqn import DQN
 from koila_rl.agents.networks import QNetwork
+from koila_rl.agents.ppo import PPO
 from koila_rl.errors import ConfigurationError, UnsupportedError
 from tests.environments import Counting, Nested, Pictures, vector
 
@@ -254,6 +255,8 @@ def test_a_loaded_agent_acts_as_the_saved_one(tmp_path: Path) -> None:
     assert (again.num_timesteps, again.n_updates) == (agent.num_timesteps, agent.n_updates)
     for own, other in zip(again.target.parameters(), agent.target.parameters(), strict=True):
         assert torch.equal(own, other)
+    with pytest.raises(ConfigurationError, match="is of agent 'dqn', not 'ppo'"):
+        PPO.load(tmp_path / "agent.pt")
 
 
 def test_resume_takes_the_replay_up(tmp_path: Path) -> None:
