@@ -194,7 +194,9 @@ class Source:
         self.pointer = data.data_ptr() if data is not None else 0
 
     def is_here(self) -> bool:
-        """Whether all rows are in a tensor that is as it was when it was wrapped."""
+        """Whether all rows can be had, as they were when they were wrapped, without a run."""
+        if self.rows is not None:
+            return True
         data = self.data
         if data is None or data.is_inference() or data.requires_grad != self.meta.requires_grad:
             return False

@@ -282,8 +282,9 @@ def test_minibatches_of_odd_sizes(size: int) -> None:
         check(program, (torch.randn(size, 4), torch.randn(size, 1)), module, sizes=(1, 16, 18))
 
 
+@pytest.mark.parametrize("rows", [False, True], ids=["tensors", "rows"])
 def test_losses_read_one_after_the_other_run_the_networks_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, rows: bool
 ) -> None:
     """As Stable-Baselines3 does for its log: each reading needs another column of the minibatch."""
     runs = []
@@ -307,9 +308,19 @@ def test_losses_read_one_after_the_other_run_the_networks_once(
         read.append(((out[:, 0] - old) ** 2).mean().item())
         return policy_loss + value_loss, read
 
-    mine, read = loss(network, koila_rl.lazy(x, advantage, returns, old))
+    columns = (x, advantage, returns, old)
+    lazy = koila_rl.lazy(*columns)
+    if rows:
+        replay = koila_rl.ReplayBuffer(2 * N, seed=0)
+        again = koila_rl.ReplayBuffer(2 * N, seed=0)
+        stored = dict(zip("abcd", columns, strict=True))
+        for buffer in (replay, again):
+            buffer.extend(stored)
+        lazy = tuple(map(replay.sample(N).get, "abcd"))
+        columns = koila_rl.materialize(tuple(map(again.sample(N).get, "abcd")))
+    mine, read = loss(network, lazy)
     mine.backward()
-    theirs, expected = loss(eager, (x, advantage, returns, old))
+    theirs, expected = loss(eager, columns)
     theirs.backward()
     assert len(runs) == 1
     assert read == pytest.approx(expected, abs=1e-12)
