@@ -3,7 +3,8 @@
     pip install 'koila-rl[box2d]'
     python examples/dqn_lunarlander.py [TIMESTEPS]
 
-The preset is plain DQN; double, dueling, n-step and prioritised replay are a switch each.
+The preset is double DQN with three-step returns; dueling networks and prioritised replay are a
+switch each.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ def main(total_timesteps: int = 200_000) -> None:
         agent="dqn",
         total_timesteps=total_timesteps,
         memory="64MiB",
-        double=True,
-        dueling=True,
         callbacks=[Evaluations("LunarLander-v3", max(1, total_timesteps // 10), episodes=5)],
     )
     film = result.run_dir / "landing.gif"
