@@ -106,7 +106,10 @@ class Update:
         if not self._begun:
             self._begun = True
             self._next()
-        while not self.done and self._ran < (self._ran + self._left) * number // of:
+        # All of it by the last step, whatever was said to be left.
+        while not self.done and (
+            number == of or self._ran < (self._ran + self._left) * number // of
+        ):
             self._ran += 1
             self._next()
         seconds = time.perf_counter() - began

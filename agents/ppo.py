@@ -209,7 +209,7 @@ class PPO(BaseAgent):
         if rollout.data["reset"].all():
             return {}
         history: list[dict[str, float]] = []
-        left = values.n_epochs * math.ceil(int((~rollout.data["reset"]).sum()) / values.batch_size)
+        left = values.n_epochs * self.minibatches_an_epoch(rollout)
         for minibatch in self.minibatches(rollout):
             loss, diagnostics = self.loss(minibatch, progress)
             self.optimizer.zero_grad()
@@ -231,6 +231,10 @@ class PPO(BaseAgent):
             "train/clip_range": at(values.clip_range, progress),
             "train/n_updates": float(len(history)),
         }
+
+    def minibatches_an_epoch(self, rollout: koila_rl.RolloutBuffer) -> int:
+        """How many :meth:`minibatches` hands out in an epoch."""
+        return math.ceil(int((~rollout.data["reset"]).sum()) / self.hyperparameters.batch_size)
 
     def minibatches(self, rollout: koila_rl.RolloutBuffer) -> Iterator[TensorDict]:
         """Lazy minibatches of all epochs, without the rows that only reset an environment."""

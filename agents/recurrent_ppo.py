@@ -8,6 +8,7 @@ rows that only reset an environment, carry no weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -133,10 +134,20 @@ class RecurrentPPO(PPO):
     def evaluate_rollout(self, rollout: koila_rl.RolloutBuffer) -> None:
         """Nothing is left to do: log-probabilities and values came with the decisions."""
 
+    @property
+    def n_sequences(self) -> int:
+        """Sequences of a minibatch."""
+        return max(1, self.hyperparameters.batch_size // self.sequence_length)
+
+    def minibatches_an_epoch(self, rollout: koila_rl.RolloutBuffer) -> int:
+        """As of PPO; what an environment collected is cut into sequences by itself."""
+        sequences = math.ceil(rollout.n_steps / self.sequence_length) * rollout.n_envs
+        return math.ceil(sequences / self.n_sequences)
+
     def minibatches(self, rollout: koila_rl.RolloutBuffer) -> Iterator[TensorDict]:
         """Lazy minibatches ``[n_sequences, length]`` of all epochs."""
-        values, length = self.hyperparameters, self.sequence_length
-        return rollout.sequences(length, max(1, values.batch_size // length), values.n_epochs)
+        epochs = self.hyperparameters.n_epochs
+        return rollout.sequences(self.sequence_length, self.n_sequences, epochs)
 
     def forward(
         self, minibatch: TensorDict

@@ -231,6 +231,19 @@ def test_slices_are_spread_over_the_steps(slices: int, expected: list[int]) -> N
     assert update.metrics["memory/retries"] == 0.0
 
 
+def test_an_update_longer_than_it_said_is_run_to_its_end() -> None:
+    def longer() -> Generator[int, None, dict[str, float]]:
+        yield from (2, 1, 0, -1, -2)
+        return {"train/loss": 1.0}
+
+    assert Update(longer()).finish()["train/loss"] == 1.0
+    env, update = Recorder(), Update(longer())
+    update.step(env, np.zeros(1, np.int64), 1, 2)
+    assert not update.done
+    update.step(env, np.zeros(1, np.int64), 2, 2)
+    assert update.metrics["train/loss"] == 1.0
+
+
 def test_an_error_of_the_update_ends_the_step_that_has_begun() -> None:
     env = Recorder()
     update = Update(work(env.events, 4, fails_at=1))

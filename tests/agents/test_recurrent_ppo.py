@@ -57,6 +57,21 @@ def test_the_first_ratio_is_one(cell: str, share_trunk: bool, mode: AutoresetMod
     assert weights == agent.hyperparameters.n_epochs * transitions
 
 
+@pytest.mark.parametrize(
+    ("n_steps", "length", "batch_size", "minibatches"),
+    [(12, 5, 20, 3), (12, 5, 5, 9), (16, 8, 12, 6), (12, None, 25, 2)],
+)
+def test_an_update_goes_through_all_minibatches(
+    n_steps: int, length: int | None, batch_size: int, minibatches: int
+) -> None:
+    settings = {**SMALL, "n_steps": n_steps, "sequence_length": length, "batch_size": batch_size}
+    agent = RecurrentPPO(lambda: Counting(4), n_envs=3, **settings)
+    rollout = collected(agent)
+    assert agent.minibatches_an_epoch(rollout) == minibatches
+    assert len(list(agent.minibatches(rollout))) == 2 * minibatches
+    assert agent.update(rollout)["train/n_updates"] == 2 * minibatches
+
+
 def test_memory_is_emptied_where_an_episode_begins() -> None:
     agent = RecurrentPPO(vector(lambda: Counting(4), 2, AutoresetMode.SAME_STEP), **SMALL)
     data = collected(agent).data
