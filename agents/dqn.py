@@ -21,11 +21,13 @@ from torch import Tensor, nn
 import koila_rl
 from koila_rl.agents.base import BaseAgent
 from koila_rl.agents.dqn_hyperparameters import Hyperparameters
+from koila_rl.agents.encoders import channels_last
 from koila_rl.agents.interface import Progress
 from koila_rl.agents.interleaving import Update, Work, backward
 from koila_rl.agents.networks import QNetwork
 from koila_rl.agents.schedules import at
 from koila_rl.envs import Episode, VectorEnvironment
+from koila_rl.errors import ConfigurationError
 from koila_rl.spaces import each
 
 __all__ = ["DQN"]
@@ -54,7 +56,7 @@ class DQN(BaseAgent):
         self.target = copy.deepcopy(self.network).requires_grad_(False)
         self.optimizer = self._adam(values.learning_rate, eps=1e-8)
         self.replay: koila_rl.ReplayBuffer | None = None
-        self.n_updates = 0
+        self._empty_at = self.n_updates = 0
 
     def learn(
         self,
@@ -69,7 +71,10 @@ class DQN(BaseAgent):
         the replay as it was before them.
         """
         env, values = self._environment(), self.hyperparameters
-        replay = self.replay = self.replay or self._make_replay(env.n_envs)
+        if self.replay is None:
+            # Where learning goes on without what it had stored, some is collected first.
+            self.replay, self._empty_at = self._make_replay(env.n_envs), self.num_timesteps
+        replay = self.replay
         episodes: list[Episode] = []
         update, reported = Update(), self.num_timesteps
         while self.num_timesteps < total_timesteps:
@@ -78,7 +83,7 @@ class DQN(BaseAgent):
                 episodes += self.collect(env, replay, total_timesteps, update)
             metrics = update.metrics
             progress = max(0.0, 1.0 - self.num_timesteps / total_timesteps)
-            if self.num_timesteps > values.learning_starts:
+            if self.num_timesteps - self._empty_at > values.learning_starts:
                 steps = values.gradient_steps
                 steps = self.num_timesteps - before if steps < 0 else steps
                 update = Update(self.updating(replay, steps, progress))
@@ -240,6 +245,7 @@ class DQN(BaseAgent):
             "n_steps": values.n_steps,
             "gamma": values.gamma,
             "frame_stack": values.frame_stack,
+            "frame_dim": -1 if channels_last(self.interface.observation_space) else 0,
             "device": self.device,
             "seed": self.seed + self.num_timesteps,
             "n_envs": n_envs,
@@ -266,11 +272,39 @@ class DQN(BaseAgent):
             self.replay.save(folder / "replay")
 
     def load_memory(self, folder: Path) -> None:
-        """Take up a replay that :meth:`save_memory` wrote."""
-        if (folder / "replay").is_dir():
-            kind = (
-                koila_rl.PrioritizedReplayBuffer
-                if self.hyperparameters.prioritized
-                else koila_rl.ReplayBuffer
+        """Take up a replay that :meth:`save_memory` wrote.
+
+        Raises:
+            ConfigurationError: It was filled under hyperparameters that mean something else.
+        """
+        if not (folder / "replay").is_dir():
+            return
+        wanted = self._make_replay(self._environment().n_envs)
+        found = type(wanted).load(folder / "replay", device=self.device)
+        differ = {
+            name: (was, now)
+            for name, was in _meaning(found).items()
+            if (now := _meaning(wanted).get(name)) != was
+        }
+        if differ:
+            listed = ", ".join(f"{name} was {was}, is {now}" for name, (was, now) in differ.items())
+            raise ConfigurationError(
+                f"{folder / 'replay'} was filled under other hyperparameters: {listed}; go on with "
+                "those, or take the folder away to begin with an empty replay"
             )
-            self.replay = kind.load(folder / "replay", device=self.device)
+        self.replay = found
+
+
+def _meaning(replay: koila_rl.ReplayBuffer) -> dict[str, Any]:
+    """What decides what a stored transition means, named as the hyperparameters are."""
+    options = replay.options
+    meaning = {
+        "buffer_size": options.capacity,
+        "n_envs": options.n_envs,
+        "n_steps": options.n_steps,
+        "frame_stack": options.frame_stack,
+        "gamma": options.gamma if options.n_steps > 1 else None,
+    }
+    if isinstance(replay, koila_rl.PrioritizedReplayBuffer):
+        meaning["prioritized_alpha"] = replay.alpha
+    return meaning

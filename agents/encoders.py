@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from koila_rl.errors import UnsupportedError
 from koila_rl.spaces import is_image, parts
 
-__all__ = ["CNNS", "ImpalaCNN", "NatureCNN", "encoder", "has_images", "orthogonal"]
+__all__ = [
+    "CNNS",
+    "ImpalaCNN",
+    "NatureCNN",
+    "channels_last",
+    "encoder",
+    "has_images",
+    "orthogonal",
+]
 
 
 def orthogonal(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
@@ -26,21 +34,25 @@ def orthogonal(layer: nn.Module, gain: float = math.sqrt(2)) -> nn.Module:
     return layer
 
 
+def _is_last(shape: tuple[int, ...]) -> bool:
+    """Whether the channels of an image are its last axis: the smaller of the first and the last."""
+    return shape[-1] < shape[0]
+
+
 class _Images(nn.Module):
     """Images ``[N, *shape]`` as float ``[N, channels, height, width]`` from 0 to 1.
 
-    uint8 images are divided by 255 here, so that they travel as bytes. Which axis holds the
-    channels is read from the shape: the smaller of the first and the last.
+    uint8 images are divided by 255 here, so that they travel as bytes.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.channels_last = shape[-1] < shape[0]
-        self.channels, *size = (shape[-1], *shape[:-1]) if self.channels_last else shape
+        self.last = _is_last(shape)
+        self.channels, *size = (shape[-1], *shape[:-1]) if self.last else shape
         self.size = tuple(size)
 
     def forward(self, observation: Tensor) -> Tensor:
-        image = observation.permute(0, 3, 1, 2) if self.channels_last else observation
+        image = observation.permute(0, 3, 1, 2) if self.last else observation
         return image.float() / 255.0
 
 
@@ -120,10 +132,15 @@ CNNS: dict[str, type[NatureCNN] | type[ImpalaCNN]] = {"nature": NatureCNN, "impa
 
 
 class _Flat(nn.Module):
-    """A vector or array of numbers as float features."""
+    """A number, vector or array of numbers as float features."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.single = not shape
 
     def forward(self, observation: Tensor) -> Tensor:
-        return observation.float().flatten(1)
+        features = observation.float()
+        return features.unsqueeze(1) if self.single else features.flatten(1)
 
 
 class _OneHot(nn.Module):
@@ -182,7 +199,7 @@ def encoder(space: gym.Space[Any], cnn: str = "nature") -> tuple[nn.Module, int]
     assert space.shape is not None
     if is_image(space):
         return CNNS[cnn](space.shape), CNNS[cnn].width
-    return _Flat(), math.prod(space.shape)
+    return _Flat(space.shape), math.prod(space.shape)
 
 
 def has_images(space: gym.Space[Any]) -> bool:
@@ -190,3 +207,10 @@ def has_images(space: gym.Space[Any]) -> bool:
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         return any(has_images(part) for part in parts(space).values())
     return is_image(space)
+
+
+def channels_last(space: gym.Space[Any]) -> bool:
+    """Whether the images of an observation hold their channels in the last axis."""
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        return any(channels_last(part) for part in parts(space).values())
+    return is_image(space) and _is_last(space.shape or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -224,15 +225,19 @@ def test_priorities_follow_the_errors() -> None:
     assert agent.replay.beta == pytest.approx(1.0)
 
 
-def test_stacked_frames_are_stored_once() -> None:
-    def make() -> Pictures:
-        return Pictures((4, 36, 36))
+@pytest.mark.parametrize(("shape", "dim"), [((4, 36, 36), 0), ((36, 36, 4), -1)])
+def test_stacked_frames_are_stored_once(shape: tuple[int, ...], dim: int) -> None:
+    def make() -> gym.Env[Any, Any]:
+        env = gym.wrappers.FrameStackObservation(Pictures((36, 36)), 4)
+        space = gym.spaces.Box(0, 255, shape, np.uint8)
+        return gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, 0, dim), space)
 
     settings = {**SMALL, "frame_stack": 4, "net_arch": (), "gradient_steps": 1}
-    agent = DQN(make, n_envs=2, **settings).learn(16)
+    agent = DQN(make, n_envs=2, **settings).learn(40)
     assert agent.replay is not None
-    assert agent.replay.sample(4)["observation"].shape == (4, 4, 36, 36)
-    assert agent.replay.options.frame_stack == 4
+    assert agent.replay.sample(4)["observation"].shape == (4, *shape)
+    # Room for the stacks as they are would be eight times as much.
+    assert agent.replay.nbytes < 1.2 * agent.replay.capacity * 36 * 36
 
 
 def test_nested_observations() -> None:
@@ -277,6 +282,41 @@ def test_resume_takes_the_replay_up(tmp_path: Path) -> None:
     assert first.replay is not None
     assert len(first.replay) == 100
     assert torch.equal(parameters(first), parameters(second))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n_steps": 1}, "n_steps was 3, is 1"),
+        ({"gamma": 0.5}, "gamma was 0.99, is 0.5"),
+        ({"n_envs": 1}, "n_envs was 2, is 1"),
+        ({"buffer_size": 50}, "buffer_size was .*, is 50"),
+        ({"prioritized_alpha": 0.3}, "prioritized_alpha was 0.6, is 0.3"),
+    ],
+)
+def test_a_replay_of_another_meaning_is_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    kwargs: dict[str, Any] = {"agent": "dqn", "progress": False}
+    settings = {**SMALL, "prioritized": True, "n_steps": 3}
+    koila_rl.train(Counting, total_timesteps=60, n_envs=2, run_dir=tmp_path, **kwargs, **settings)
+    with pytest.raises(ConfigurationError, match=message):
+        koila_rl.train(Counting, total_timesteps=99, resume=tmp_path, **kwargs, **changed)
+
+
+def test_a_run_whose_replay_is_gone_collects_one_before_it_learns(tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"agent": "dqn", "progress": False}
+    settings = {**SMALL, "learning_starts": 30}
+    koila_rl.train(Counting, total_timesteps=60, run_dir=tmp_path, **kwargs, **settings)
+    shutil.rmtree(tmp_path / "replay")
+    before = koila_rl.load(tmp_path)
+    assert isinstance(before, DQN)
+    after = koila_rl.train(Counting, total_timesteps=88, resume=tmp_path, **kwargs).agent
+    assert isinstance(after, DQN)
+    assert after.n_updates == before.n_updates
+    after = koila_rl.train(Counting, total_timesteps=120, resume=tmp_path, **kwargs).agent
+    assert isinstance(after, DQN)
+    assert after.n_updates > before.n_updates
 
 
 @pytest.mark.parametrize(

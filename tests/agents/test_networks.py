@@ -30,7 +30,14 @@ def network(observation: ObservationSpace, action: ActionSpace, share: bool = Fa
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(
     "observation",
-    [VECTOR, Box(0.0, 1.0, (2, 3)), Discrete(4, start=2), picture(4, 36, 36), picture(36, 40, 3)],
+    [
+        VECTOR,
+        Box(0.0, 1.0, (2, 3)),
+        Box(0.0, 1.0, ()),
+        Discrete(4, start=2),
+        picture(4, 36, 36),
+        picture(36, 40, 3),
+    ],
 )
 @pytest.mark.parametrize("action", [Discrete(3), Box(-1.0, 1.0, (2,)), Box(-1.0, 1.0, (2, 2))])
 def test_shapes(observation: ObservationSpace, action: ActionSpace, share: bool) -> None:
