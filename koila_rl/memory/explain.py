@@ -21,6 +21,13 @@ def insufficient(
     ``whole`` is the estimate of the whole minibatch, where a split was the alternative.
     """
     what = "one sample" if size == 1 else f"an update in microbatches of {size:,} samples"
+    other = ""
+    if whole is not None and whole.allocator_bytes > found.allocator_bytes:
+        other = f", and the whole minibatch at once {format_bytes(whole.allocator_bytes)},"
+    elif whole is not None:
+        # Of few samples: what is held while microbatches add up is more than the samples take.
+        other = f", and in microbatches {format_bytes(found.allocator_bytes)},"
+        found, whole = whole, None
     if whole is None:
         what = "the whole minibatch"
     elif len(bound.program.stages) > 2:
@@ -33,9 +40,6 @@ def insufficient(
     unsplit = ""
     if held:
         unsplit = " These calls need the whole minibatch: " + "; ".join(map(str, held[:3])) + "."
-    other = ""
-    if whole is not None:
-        other = f", and the whole minibatch at once {format_bytes(whole.allocator_bytes)},"
     return InsufficientMemoryError(
         f"{what} needs {format_bytes(found.allocator_bytes)}{scratch}{other} but the budget is "
         f"{format_bytes(budget)}; largest at the peak: {calls}.{unsplit} Nothing has run and no "
