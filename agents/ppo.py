@@ -168,7 +168,8 @@ class PPO(BaseAgent):
         """Put ``action_log_prob`` and ``state_value`` into ``rollout``, by the acting weights.
 
         One lazy forward over the whole rollout, a few large microbatches instead of ``n_steps``
-        small ones; as large matrices round alike, the first ratio of an update is 1 exactly.
+        small ones; as large matrices round alike, the first ratio of an update is 1 exactly
+        (to rounding in minibatches of a few samples, which other kernels compute).
         """
         data = rollout.data
         samples = data.select("observation", "action").flatten(0, 1)

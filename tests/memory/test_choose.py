@@ -189,7 +189,7 @@ def test_where_a_split_needs_more_than_the_whole_the_whole_runs_or_both_are_name
     with (
         koila_rl.limits(memory=whole - 512),
         pytest.raises(
-            koila_rl.InsufficientMemoryError, match="whole minibatch needs .*, and in microb"
+            koila_rl.InsufficientMemoryError, match=r"whole minibatch needs .*, and in microb"
         ),
     ):
         choose(program_of(module, x), "backward")
