@@ -254,6 +254,8 @@ class BaseAgent(ABC):
         )
 
     def _set_learning_rate(self, schedule: Schedule, progress: float) -> float:
+        # Every update begins here: no schedule is used where it has left its range.
+        self.hyperparameters.check_schedules(progress)
         learning_rate = at(schedule, progress)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate

@@ -12,8 +12,9 @@ from koila_rl.errors import ConfigurationError
 
 __all__ = ["Hyperparameters"]
 
-
 _BETA = Linear(0.4, 1.0)
+_ANY = (0.0, hyperparameters.FINITE)
+_SCHEDULES = {"learning_rate": _ANY, "prioritized_beta": _ANY}
 
 
 @dataclass(frozen=True)
@@ -56,29 +57,32 @@ class Hyperparameters:
     update: str = "blocking"
     """When updates run: "blocking" after ``train_freq`` steps, "interleaved" during the next."""
 
+    def check_schedules(self, progress: float) -> None:
+        """Raise :class:`ConfigurationError` where a schedule at ``progress`` is unusable."""
+        hyperparameters.check_at(self, progress, **_SCHEDULES)
+
     def check(self, n_envs: int) -> None:
         """Raise :class:`ConfigurationError` where a value, or a pair of them, cannot be used."""
-        infinity = float("inf")
+        most = hyperparameters.FINITE
         hyperparameters.check_ranges(
             self,
-            learning_rate=(0.0, infinity),
-            buffer_size=(1, infinity),
-            learning_starts=(0, infinity),
-            batch_size=(1, infinity),
+            **_SCHEDULES,
+            buffer_size=(1, most),
+            learning_starts=(0, most),
+            batch_size=(1, most),
             tau=(0.0, 1.0),
             gamma=(0.0, 1.0),
-            train_freq=(1, infinity),
-            gradient_steps=(-1, infinity),
-            target_update_interval=(1, infinity),
+            train_freq=(1, most),
+            gradient_steps=(-1, most),
+            target_update_interval=(1, most),
             exploration_fraction=(0.0, 1.0),
             exploration_initial_eps=(0.0, 1.0),
             exploration_final_eps=(0.0, 1.0),
-            max_grad_norm=(0.0, infinity),
-            n_steps=(1, infinity),
-            prioritized_alpha=(0.0, infinity),
-            prioritized_beta=(0.0, infinity),
-            frame_stack=(1, infinity),
-            report_interval=(1, infinity),
+            max_grad_norm=(0.0, float("inf")),
+            n_steps=(1, most),
+            prioritized_alpha=(0.0, most),
+            frame_stack=(1, most),
+            report_interval=(1, most),
         )
         hyperparameters.check_choice(self, "features_extractor", CNNS)
         hyperparameters.check_choice(self, "update", UPDATES)

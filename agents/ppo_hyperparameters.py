@@ -13,6 +13,9 @@ from koila_rl.errors import ConfigurationError
 
 __all__ = ["Hyperparameters"]
 
+_ANY = (0.0, hyperparameters.FINITE)
+_SCHEDULES = {"learning_rate": _ANY, "clip_range": _ANY, "clip_range_vf": _ANY}
+
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -55,23 +58,27 @@ class Hyperparameters:
             "squash": self.squash_output,
         }
 
+    def check_schedules(self, progress: float) -> None:
+        """Raise :class:`ConfigurationError` where a schedule at ``progress`` is unusable."""
+        hyperparameters.check_at(self, progress, **_SCHEDULES)
+
     def check(self, n_envs: int) -> None:
         """Raise :class:`ConfigurationError` where a value, or a pair of them, cannot be used."""
-        infinity = float("inf")
+        most = hyperparameters.FINITE
         hyperparameters.check_ranges(
             self,
-            learning_rate=(0.0, infinity),
-            n_steps=(1, infinity),
-            batch_size=(1, infinity),
-            n_epochs=(1, infinity),
+            **_SCHEDULES,
+            n_steps=(1, most),
+            batch_size=(1, most),
+            n_epochs=(1, most),
             gamma=(0.0, 1.0),
             gae_lambda=(0.0, 1.0),
-            max_grad_norm=(0.0, infinity),
-            target_kl=(0.0, infinity),
-            ent_coef=(-infinity, infinity),
-            vf_coef=(0.0, infinity),
+            max_grad_norm=(0.0, float("inf")),
+            ent_coef=(-most, most),
+            vf_coef=(0.0, most),
+            log_std_init=(-most, most),
         )
-        hyperparameters.check_positive(self, "clip_range", "clip_range_vf")
+        hyperparameters.check_positive(self, "clip_range", "clip_range_vf", "target_kl")
         hyperparameters.check_choice(self, "features_extractor", CNNS)
         hyperparameters.check_choice(self, "update", UPDATES)
         hyperparameters.check_widths(self, "net_arch")

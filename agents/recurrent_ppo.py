@@ -52,10 +52,11 @@ class RecurrentHyperparameters(Hyperparameters):
                 f"update is {self.update!r}, but recurrent_ppo keeps the memory of one rollout "
                 'only; use update="blocking"'
             )
-        infinity = float("inf")
         hyperparameters.check_choice(self, "cell", CELLS)
         hyperparameters.check_ranges(
-            self, hidden_size=(1, infinity), sequence_length=(1, self.n_steps)
+            self,
+            hidden_size=(1, hyperparameters.FINITE),
+            sequence_length=(1, self.n_steps),
         )
 
 
