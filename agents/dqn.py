@@ -22,10 +22,11 @@ import koila_rl
 from koila_rl.agents.base import BaseAgent
 from koila_rl.agents.dqn_hyperparameters import Hyperparameters
 from koila_rl.agents.encoders import channels_last
-from koila_rl.agents.interface import Progress
+from koila_rl.agents.interface import Progress, says_stop
 from koila_rl.agents.interleaving import Update, Work, backward
 from koila_rl.agents.networks import QNetwork
 from koila_rl.agents.schedules import at
+from koila_rl.arguments import whole
 from koila_rl.envs import Episode, VectorEnvironment
 from koila_rl.errors import ConfigurationError
 from koila_rl.spaces import each
@@ -70,6 +71,7 @@ class DQN(BaseAgent):
         ``update="interleaved"`` an update runs during the steps that follow it and learns from
         the replay as it was before them.
         """
+        whole("total_timesteps", total_timesteps, least=None)
         env, values = self._environment(), self.hyperparameters
         if self.replay is None:
             # Where learning goes on without what it had stored, some is collected first.
@@ -96,7 +98,7 @@ class DQN(BaseAgent):
                     self, self.num_timesteps, total_timesteps, dict(metrics), tuple(episodes)
                 )
                 episodes, reported = [], self.num_timesteps
-                if callback is not None and callback(state) is False:
+                if callback is not None and says_stop(callback(state)):
                     break
         return self
 

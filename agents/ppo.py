@@ -22,11 +22,12 @@ import koila_rl
 from koila_rl.agents.averages import mean, normalized
 from koila_rl.agents.base import BaseAgent
 from koila_rl.agents.distributions import Distribution
-from koila_rl.agents.interface import Progress
+from koila_rl.agents.interface import Progress, says_stop
 from koila_rl.agents.interleaving import Update, Work, backward
 from koila_rl.agents.networks import ActorCritic
 from koila_rl.agents.ppo_hyperparameters import Hyperparameters
 from koila_rl.agents.schedules import at
+from koila_rl.arguments import whole
 from koila_rl.envs import Episode, Step, VectorEnvironment
 from koila_rl.returns import bootstrap_rows, generalized_advantage
 
@@ -66,13 +67,14 @@ class PPO(BaseAgent):
         weights as they were before the update. ``callback`` is called after each update with the
         transitions it was made from; learning ends early where it returns False.
         """
+        whole("total_timesteps", total_timesteps, least=None)
         env, self._behind = self._environment(), None
         rollouts = itertools.cycle(self._rollouts(env.n_envs))
         update, waiting = Update(), None
 
         def report(num_timesteps: int, episodes: tuple[Episode, ...]) -> bool:
             state = Progress(self, num_timesteps, total_timesteps, update.metrics, episodes)
-            return callback is None or callback(state) is not False
+            return callback is None or not says_stop(callback(state))
 
         while self.num_timesteps < total_timesteps:
             rollout = next(rollouts)

@@ -21,7 +21,7 @@ from koila_rl.account import UpdateAccount
 from koila_rl.agents import hyperparameters as hyper
 from koila_rl.agents.base import BaseAgent
 from koila_rl.agents.dqn import DQN
-from koila_rl.agents.interface import Progress
+from koila_rl.agents.interface import Progress, says_stop
 from koila_rl.agents.ppo import PPO
 from koila_rl.agents.presets import preset
 from koila_rl.agents.recurrent_ppo import RecurrentPPO
@@ -258,7 +258,7 @@ def _learn(
         if state.num_timesteps >= next_save:
             learner.save(run_dir / "agent.pt")
             next_save = state.num_timesteps + total_timesteps // _SAVES
-        return False not in answers
+        return not any(map(says_stop, answers))
 
     try:
         with display:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # A layer imports from the layers before it and from itself.
 LAYERS = (
-    ("errors",),
+    ("errors", "arguments"),
     ("recording",),
     ("engine",),
     ("memory",),
@@ -39,7 +39,16 @@ LAYERS = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # Public modules that agents may use beside the names of koila_rl itself.
-PUBLIC_TO_AGENTS = {"agents", "checkpoint", "envs", "errors", "normalization", "returns", "spaces"}
+PUBLIC_TO_AGENTS = {
+    "agents",
+    "arguments",
+    "checkpoint",
+    "envs",
+    "errors",
+    "normalization",
+    "returns",
+    "spaces",
+}
 
 TORCH_ALONE = {"recording", "engine", "memory"}
 

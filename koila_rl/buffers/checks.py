@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from koila_rl.arguments import whole
 from koila_rl.errors import BatchSizeError, ConfigurationError
 from koila_rl.memory.budget import checked_device
 
 __all__ = ["as_device", "as_mask", "as_seed", "number", "whole"]
-
-
-def whole(label: str, value: Any, least: int | None = 1) -> int:
-    """``value`` as an int, ``least`` or more."""
-    try:
-        found = operator.index(value)
-    except TypeError:
-        found = None
-    if found is None or isinstance(value, bool):
-        raise ConfigurationError(
-            f"{label} is {value!r} ({type(value).__name__}); it must be a whole number"
-        )
-    if least is not None and found < least:
-        raise ConfigurationError(f"{label} is {found}; it must be {least} or more")
-    return found
 
 
 def number(label: str, value: Any, most: float = float("inf")) -> float:
