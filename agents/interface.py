@@ -14,7 +14,7 @@ from torch import Tensor
 
 from koila_rl.envs import Episode
 from koila_rl.errors import ConfigurationError
-from koila_rl.spaces import ActionSpace, ObservationSpace, each, parts
+from koila_rl.spaces import ActionSpace, ObservationSpace, each, owned, parts
 
 __all__ = ["Agent", "Interface", "Progress", "says_stop"]
 
@@ -65,8 +65,8 @@ class Interface:
     """Whether Box actions go through tanh and are scaled to the bounds, instead of clipped."""
 
     def tensor(self, observation: Any) -> Any:
-        """A copy on the device: some vector environments reuse the array they return."""
-        return each(lambda array: torch.tensor(array, device=self.device), observation)
+        """On the device; where that is the CPU, the memory of the arrays itself."""
+        return each(lambda array: torch.as_tensor(array, device=self.device), observation)
 
     def batch(self, observation: Any) -> tuple[Any, bool]:
         """One observation or several as arrays ``[N, …]``, and whether it was one.
@@ -97,7 +97,9 @@ class Interface:
             return np.asarray(array + space.start, dtype=space.dtype)
         if isinstance(space, gym.spaces.Box):
             if self.squash:
-                array = space.low + (np.tanh(array) + 1.0) / 2.0 * (space.high - space.low)
+                # In halves: high − low may be more than the largest number there is.
+                low, high = space.low / 2.0, space.high / 2.0
+                array = 2.0 * (low + (np.tanh(array) + 1.0) / 2.0 * (high - low))
             array = np.clip(array, space.low, space.high)
         return np.asarray(array, dtype=space.dtype)
 
@@ -111,7 +113,16 @@ def _batch(space: gym.Space[Any], observation: Any) -> tuple[Any, set[bool]]:
             batched[name], single = _batch(part, observation[name])
             singles |= single
         return batched, singles
-    array = np.asarray(observation)
+    try:
+        array = owned(observation)
+    except ValueError as error:
+        raise ConfigurationError(f"the observation cannot be read: {error}") from error
+    if array.dtype.kind not in "biuf":
+        raise ConfigurationError(
+            f"the observation {observation!r} is not of numbers; this agent learned on {space}"
+        )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ConfigurationError(f"the observation {observation!r} is not finite")
     shape: tuple[int, ...] = space.shape or ()
     if array.shape == shape:
         return array[None], {True}

@@ -8,8 +8,11 @@ reads the mode from ``metadata["autoreset_mode"]`` and always returns the same t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -19,7 +22,9 @@ from numpy.typing import NDArray
 
 from koila_rl.errors import ConfigurationError, EnvironmentFailedError, UnsupportedError
 from koila_rl.making import EnvironmentLike, make_vector
+from koila_rl.readings import Reader, where
 from koila_rl.spaces import each
+from koila_rl.workers import end, ended, workers_of
 
 __all__ = ["EnvironmentLike", "Episode", "Step", "VectorEnvironment", "make_environment"]
 
@@ -34,7 +39,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of every environment; arrays have a leading ``[n_envs]``.
+    """One step of every environment; arrays have a leading ``[n_envs]`` and are its own.
 
     Observations of Dict and Tuple spaces are nested dicts of arrays.
     """
@@ -55,11 +60,20 @@ class Step:
 class VectorEnvironment:
     """A gymnasium vector environment, read the same way in each autoreset mode.
 
+    Args:
+        env: Where it runs in processes (``AsyncVectorEnv``), they are ended when one of them
+            fails or a step is interrupted: what they would still answer is not known.
+        remake: Makes another, where such processes have ended and :meth:`reset` is called.
+
     Raises:
         UnsupportedError: The autoreset mode is missing or unknown.
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        remake: Callable[[], VectorEnv[Any, Any, Any]] | None = None,
+    ) -> None:
         mode = env.metadata.get("autoreset_mode")
         if not isinstance(mode, AutoresetMode):
             known = ", ".join(f"AutoresetMode.{known.name}" for known in AutoresetMode)
@@ -67,7 +81,7 @@ class VectorEnvironment:
                 f"{env} has metadata['autoreset_mode'] = {mode!r}; without knowing how it resets "
                 f"its episodes, learning would mix them up. Set it to one of {known}"
             )
-        self.env = env
+        self.env, self.remake = env, remake
         self.mode = mode
         self.n_envs: int = env.num_envs
         self.observation_space: gym.Space[Any] = env.single_observation_space
@@ -75,24 +89,42 @@ class VectorEnvironment:
         # Asked of the type: a wrapper would hand on the calls of what it wraps, and be left out.
         self.asynchronous = all(hasattr(type(env), name) for name in ("step_async", "step_wait"))
         """Whether environments step in processes of their own."""
+        self._read = Reader(env)
         self._action: NDArray[Any] | None = None
+        self._lost = False
         self._ended = np.zeros(self.n_envs, dtype=np.bool_)
         self._total_reward = np.zeros(self.n_envs, dtype=np.float64)
         self._length = np.zeros(self.n_envs, dtype=np.int64)
 
     def reset(self, seed: int | None = None) -> Any:
-        """Start a new episode everywhere; environment i is seeded ``seed + i``."""
-        observation, _ = self.env.reset(seed=seed)
+        """Start a new episode everywhere; environment i is seeded ``seed + i``.
+
+        A step that was begun and not waited for is thrown away. Processes of environments that
+        have ended, by a failure or because a step was interrupted, are started anew.
+
+        Raises:
+            EnvironmentFailedError: As of :meth:`step`, or such processes are of a vector
+                environment that was handed over made.
+        """
+        if self._action is not None and self.asynchronous:
+            with suppress(EnvironmentFailedError):
+                self._named(self.env.step_wait, self._action)  # type: ignore[attr-defined]
+        self._action = None
+        if self._lost:
+            self._start_again()
+        raw, _ = self._named(lambda: self.env.reset(seed=seed), None)
+        observation = self._read.observation(raw, None)
         self._ended[:] = False
         self._total_reward[:] = 0.0
         self._length[:] = 0
-        return each(np.asarray, observation)
+        return observation
 
     def step(self, action: NDArray[Any]) -> Step:
         """Step every environment; ``action`` is ``[n_envs, …]`` in the environment's own terms.
 
         Raises:
-            EnvironmentFailedError: An environment raised; it is named, with its last action.
+            EnvironmentFailedError: An environment raised, or returned what is not of its space
+                or not finite; it is named, with its last action.
         """
         self.step_async(action)
         return self.step_wait()
@@ -103,11 +135,14 @@ class VectorEnvironment:
         Environments in processes of their own step meanwhile, others when waited for.
 
         Raises:
+            ConfigurationError: One was begun before and not ended.
             EnvironmentFailedError: As of :meth:`step`.
         """
+        if self._action is not None:
+            raise ConfigurationError("step_async() has begun a step already; step_wait() ends it")
         self._action = action
         if self.asynchronous:
-            self._named(lambda: self.env.step_async(action))  # type: ignore[attr-defined]
+            self._named(lambda: self.env.step_async(action), action)  # type: ignore[attr-defined]
 
     def step_wait(self) -> Step:
         """End the step that :meth:`step_async` began.
@@ -119,15 +154,13 @@ class VectorEnvironment:
         action = self._action
         if action is None:
             raise ConfigurationError("step_wait() ends a step, but step_async() has begun none")
-        if self.asynchronous:
-            raw, reward, terminated, truncated, info = self._named(self.env.step_wait)  # type: ignore[attr-defined]
-        else:
-            raw, reward, terminated, truncated, info = self._named(lambda: self.env.step(action))
+        call = self.env.step_wait if self.asynchronous else lambda: self.env.step(action)  # type: ignore[attr-defined]
+        raw, rewards, terminations, truncations, info = self._named(call, action)
         self._action = None
-        observation = each(np.asarray, raw)
-        reward = np.asarray(reward, dtype=np.float32)
-        terminated = np.array(terminated, dtype=np.bool_)
-        truncated = np.array(truncated, dtype=np.bool_)
+        observation = self._read.observation(raw, action)
+        reward = self._read.numbers("reward", rewards, np.float32, action)
+        terminated = self._read.numbers("terminated", terminations, np.bool_, action)
+        truncated = self._read.numbers("truncated", truncations, np.bool_, action)
         resets = self.mode is AutoresetMode.NEXT_STEP
         reset = self._ended.copy() if resets else np.zeros_like(self._ended)
         # Some environments repeat the end of an episode in the step that resets it.
@@ -136,34 +169,75 @@ class VectorEnvironment:
         ended = terminated | truncated
         next_observation = observation
         if ended.any() and self.mode is AutoresetMode.SAME_STEP:
-            next_observation = _with_final(observation, ended, info)
+            final = _with_final(observation, ended, info)
+            next_observation = self._read.observation(final, action)
         elif ended.any() and self.mode is AutoresetMode.DISABLED:
-            restarted, _ = self.env.reset(options={"reset_mask": ended.copy()})
-            next_observation = each(np.copy, observation)
-            observation = each(np.asarray, restarted)
+            options = {"reset_mask": ended.copy()}
+            restarted, _ = self._named(lambda: self.env.reset(options=options), None)
+            observation = self._read.observation(restarted, None)
         episodes = self._count(reward, reset, ended)
         self._ended = ended
         return Step(
             observation, next_observation, reward, terminated, truncated, reset, tuple(episodes)
         )
 
-    def _named(self, call: Callable[[], Any]) -> Any:
-        """``call()``; an error of an environment says at which actions it came."""
+    def shares(self, other: VectorEnvironment) -> bool:
+        """Whether an environment of ``other`` is one of these, below whatever wraps them."""
+        return not _objects(self.env).isdisjoint(_objects(other.env))
+
+    def _named(self, call: Callable[[], Any], action: NDArray[Any] | None) -> Any:
+        """``call()``; an error of an environment says at which action it came."""
+        workers = workers_of(self.env)
         try:
             return call()
-        except EnvironmentFailedError:
+        except BaseException as error:
             self._action = None
-            raise
-        except Exception as error:
-            action, self._action = self._action, None
+            own = isinstance(error, EnvironmentFailedError) or not isinstance(error, Exception)
+            failure = None if own else self._failure(error, action)
+            if workers is not None:
+                # Some answers have been read and some not: which, nobody can know.
+                end(workers)
+                self._lost = True
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _failure(self, error: BaseException, action: Any) -> EnvironmentFailedError:
+        workers, how = workers_of(self.env), f"{type(error).__name__}: {error}"
+        gone = {} if workers is None or workers.closed else ended(workers)
+        for index, exit_ in gone.items():
+            # A process that is gone leaves an empty EOFError; others have handed on their own.
+            told = exit_ if isinstance(error, (EOFError, OSError)) else how
+            return EnvironmentFailedError(
+                f"environment {index} ({self.env}) failed at {where(action, index)}: {told}"
+            )
+        return EnvironmentFailedError(f"{self.env} failed at {where(action)}: {how}")
+
+    def _start_again(self) -> None:
+        if self.remake is None:
             raise EnvironmentFailedError(
-                f"{self.env} failed at the actions {np.asarray(action).tolist()}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+                f"the processes of {self.env} have ended, by a failure or an interruption; to go "
+                "on, make it anew, or hand over a name or a function, of which new ones are made"
+            )
+        self.env, self._lost = self.remake(), False
+        self._read = Reader(self.env)
 
     def close(self) -> None:
-        """Release what the environments hold."""
-        self.env.close()
+        """Release what the environments hold; never hangs, nor hides an error on its way.
+
+        Raises:
+            EnvironmentFailedError: Closing failed, and no other error was on its way.
+        """
+        workers, on_its_way = workers_of(self.env), sys.exc_info()[1]
+        if workers is not None and self._action is not None:
+            end(workers)
+        try:
+            self.env.close()
+        except Exception as error:
+            if workers is not None:
+                end(workers)
+            elif on_its_way is None:
+                raise EnvironmentFailedError(f"{self.env} failed at close: {error}") from error
 
     def _count(
         self, reward: NDArray[np.float32], reset: NDArray[np.bool_], ended: NDArray[np.bool_]
@@ -201,7 +275,13 @@ def make_environment(
         UnsupportedError: The autoreset mode of a vector environment is missing or unknown.
         MissingDependencyError: The environment needs a package that is not installed.
     """
-    return VectorEnvironment(make_vector(env, n_envs, env_kwargs, vectorization))
+    make = partial(make_vector, env, n_envs, env_kwargs, vectorization)
+    return VectorEnvironment(make(), None if isinstance(env, VectorEnv) else make)
+
+
+def _objects(env: VectorEnv[Any, Any, Any]) -> set[int]:
+    base = env.unwrapped
+    return {id(base), *(id(getattr(one, "unwrapped", one)) for one in getattr(base, "envs", ()))}
 
 
 def _with_final(observation: Any, ended: NDArray[np.bool_], info: dict[str, Any]) -> Any:
@@ -224,5 +304,10 @@ def _put(arrays: Any, i: int, one: Any) -> None:
     if isinstance(arrays, dict):
         for name, part in arrays.items():
             _put(part, i, one[name])
+    elif np.shape(one) != arrays[i].shape:
+        raise EnvironmentFailedError(
+            f"the final observation of environment {i} has shape {np.shape(one)}, "
+            f"not {arrays[i].shape}"
+        )
     else:
         arrays[i] = one

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from koila_rl.envs import Step, VectorEnvironment
 from koila_rl.errors import UnsupportedError
-from koila_rl.spaces import each, is_image, parts
+from koila_rl.spaces import each, is_image, owned, parts
 
 __all__ = ["NormalizedEnvironment", "Normalizer"]
 
@@ -89,7 +89,7 @@ class NormalizedEnvironment(VectorEnvironment):
     """A vector environment seen through a :class:`Normalizer`; episodes count raw rewards."""
 
     def __init__(self, environment: VectorEnvironment, normalizer: Normalizer) -> None:
-        super().__init__(environment.env)
+        super().__init__(environment.env, environment.remake)
         self._normalizer = normalizer
         self._running = np.zeros(self.n_envs, dtype=np.float64)
 
@@ -103,11 +103,15 @@ class NormalizedEnvironment(VectorEnvironment):
     def step_wait(self) -> Step:
         """As of the environment, normalised; where an episode ended its last observation too."""
         step = super().step_wait()
+        same = step.next_observation is step.observation
+        if not same:
+            # Under NEXT_STEP the last observation of an episode is acted on, and seen below.
+            ended = step.terminated | step.truncated
+            self._normalizer.see(each(lambda array: array[ended], step.next_observation))
         self._normalizer.see(step.observation)
         reward = self._normalizer.reward(step.reward, self._running, ~step.reset)
         self._running[step.terminated | step.truncated] = 0.0
         observation = self._normalizer.observation(step.observation)
-        same = step.next_observation is step.observation
         following = observation if same else self._normalizer.observation(step.next_observation)
         return replace(step, observation=observation, next_observation=following, reward=reward)
 
@@ -136,7 +140,7 @@ def _normalize(statistics: RunningMeanStd | None, array: NDArray[Any]) -> NDArra
     if statistics is None:
         return array
     scaled = (array - statistics.mean) / np.sqrt(statistics.var + _EPSILON)
-    return np.clip(scaled, -_LIMIT, _LIMIT).astype(np.float32)
+    return owned(np.clip(scaled, -_LIMIT, _LIMIT).astype(np.float32))
 
 
 def _update(statistics: RunningMeanStd | None, array: NDArray[Any]) -> None:

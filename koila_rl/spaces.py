@@ -13,6 +13,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from numpy.typing import NDArray
 
 from koila_rl.errors import UnsupportedError
 
@@ -23,6 +24,7 @@ __all__ = [
     "describe",
     "each",
     "is_image",
+    "owned",
     "parts",
     "restore",
 ]
@@ -101,6 +103,20 @@ def each(function: Callable[..., Any], *observations: Any) -> Any:
     if isinstance(first, Mapping):
         return {key: each(function, *(nest[key] for nest in observations)) for key in first}
     return function(*observations)
+
+
+def owned(array: Any) -> NDArray[Any]:
+    """A copy of ``array`` that :func:`torch.as_tensor` shares, whatever its strides were.
+
+    It lies in torch's memory, since results of networks depend in their last bits on how an array
+    is aligned: numpy's memory is aligned by chance.
+    """
+    array = np.asarray(array)
+    if array.dtype.kind not in "biuf":
+        return np.array(array)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return np.asarray(torch.tensor(np.require(array, requirements="C")))
 
 
 def describe(space: gym.Space[Any]) -> dict[str, Any]:

@@ -17,6 +17,29 @@ from koila_rl.errors import UnsupportedError
 from koila_rl.normalization import NormalizedEnvironment, Normalizer
 from tests.environments import Counting, Nested, vector
 
+
+class InDict(Counting):
+    """Its observations under a name, beside a picture."""
+
+    observation_space = gym.spaces.Dict(  # type: ignore[assignment]
+        {
+            "count": Counting.observation_space,
+            "picture": gym.spaces.Box(0, 255, (3, 8, 8), np.uint8),
+        }
+    )
+
+    def _named(self, count: Any) -> Any:
+        return {"count": count, "picture": np.zeros((3, 8, 8), np.uint8)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        count, info = super().reset(seed=seed)
+        return self._named(count), info
+
+    def step(self, action: Any) -> Any:
+        count, *rest = super().step(action)
+        return self._named(count), *rest
+
+
 BOX = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
 
@@ -57,6 +80,30 @@ def test_every_mode_gives_the_same_transitions(mode: AutoresetMode) -> None:
             # The last observation of an episode is larger than any first one.
             assert step.next_observation[0, 0] > 1.0
     assert {(e.total_reward, e.length) for e in episodes} == {(3.0, 3)}
+
+
+def seen(mode: AutoresetMode, make: Any = Counting) -> list[tuple[float, float, float]]:
+    """Means, variances and counts after three whole episodes of ``mode``."""
+    normalizer = Normalizer(make().observation_space, observations=True, rewards=True, gamma=0.9)
+    env = NormalizedEnvironment(VectorEnvironment(vector(make, 1, mode)), normalizer)
+    env.reset(seed=0)
+    ends = 0
+    while ends < 3:
+        ends += len(env.step(np.zeros(1, np.int64)).episodes)
+    if mode is AutoresetMode.NEXT_STEP:
+        # The others have seen the first observation of the fourth episode.
+        env.step(np.zeros(1, np.int64))
+    return [tuple(float(np.mean(x)) for x in s) for s in normalizer.state()["statistics"]]
+
+
+@pytest.mark.parametrize("make", [Counting, lambda: InDict()], ids=["Box", "Dict"])
+def test_statistics_are_the_same_in_every_mode(make: Any) -> None:
+    observations, returns = seen(AutoresetMode.NEXT_STEP, make)
+    # 0, 1, 2, 3 of three episodes, and the 0 of the fourth.
+    assert observations == pytest.approx((18 / 13, 42 / 13 - (18 / 13) ** 2, 13), rel=1e-3)
+    assert returns == pytest.approx((1.87, 0.4878, 9), rel=1e-3)
+    for mode in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
+        np.testing.assert_allclose(seen(mode, make), [observations, returns], rtol=1e-6)
 
 
 def test_statistics_are_saved_with_the_agent_and_kept_while_acting(tmp_path: Path) -> None:
