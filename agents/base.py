@@ -18,13 +18,33 @@ from koila_rl.agents.devices import choose_device
 from koila_rl.agents.encoders import has_images
 from koila_rl.agents.interface import Interface, Progress
 from koila_rl.agents.schedules import Schedule, at
+from koila_rl.arguments import whole
 from koila_rl.checkpoint import load_state, save_state
 from koila_rl.envs import EnvironmentLike, VectorEnvironment, make_environment
 from koila_rl.errors import ConfigurationError
 from koila_rl.normalization import NormalizedEnvironment, Normalizer
 from koila_rl.spaces import ActionSpace, ObservationSpace, check_spaces, describe, restore
 
-__all__ = ["BaseAgent"]
+__all__ = ["BaseAgent", "read_agent"]
+
+_FORMAT = 2
+_SEEDS = 2**63 - 1
+
+
+def read_agent(path: str | Path) -> dict[str, Any]:
+    """What :meth:`BaseAgent.save` wrote; no pickled code is run.
+
+    Raises:
+        ConfigurationError: There is no such file, it is not of an agent, or of another format.
+    """
+    state = load_state(path)
+    if "agent" not in state:
+        raise ConfigurationError(f"{path} is a checkpoint but not of an agent")
+    if state["format"] != _FORMAT:
+        raise ConfigurationError(
+            f"{path} is of format {state['format']!r}; this version of koila_rl reads {_FORMAT}"
+        )
+    return state
 
 
 class BaseAgent(ABC):
@@ -61,7 +81,8 @@ class BaseAgent(ABC):
         device: torch.device | str = "auto",
         **hyperparameters: Any,
     ) -> None:
-        values = self._read(hyperparameters)
+        values, seed = self._read(hyperparameters), whole("seed", seed, 0, _SEEDS)
+        n_envs = None if n_envs is None else whole("n_envs", n_envs)
         self.env: VectorEnvironment | None = make_environment(
             env, n_envs, env_kwargs, vectorization
         )
@@ -166,7 +187,7 @@ class BaseAgent(ABC):
     def state(self) -> dict[str, Any]:
         """What :meth:`restore` brings back, and what says of which kind the agent is."""
         return {
-            "format": 2,
+            "format": _FORMAT,
             "agent": self.name,
             "hyperparameters": hyperparameters.describe(self.hyperparameters),
             "observation_space": describe(self.interface.observation_space),
@@ -183,7 +204,7 @@ class BaseAgent(ABC):
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "auto") -> Any:
         """An agent that acts as the saved one did; it has no environment to learn on."""
-        return cls.from_state(load_state(path), device)
+        return cls.from_state(read_agent(path), device)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device | str = "auto") -> Any:
@@ -206,16 +227,16 @@ class BaseAgent(ABC):
         """Take weights, optimizer, random state and progress from a loaded checkpoint.
 
         Raises:
-            ConfigurationError: Its network has other shapes.
+            ConfigurationError: It learned on other spaces, normalised otherwise, or its network
+                has other shapes; the message says both.
         """
+        self._check_fits(state)
         try:
             self.network.load_state_dict(state["network"])
         except RuntimeError as error:
-            learned, spaces = (state["observation_space"], state["action_space"]), self.interface
             raise ConfigurationError(
-                f"the checkpoint's network, learned on {restore(learned[0])} and "
-                f"{restore(learned[1])}, does not fit one for {spaces.observation_space} and "
-                f"{spaces.action_space} with these hyperparameters: {error}"
+                "the checkpoint's network does not fit one of these hyperparameters for "
+                f"{self.interface.observation_space}: {error}"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         if self.normalizer is not None:
@@ -224,6 +245,23 @@ class BaseAgent(ABC):
         if self.device.type == state["device"]:
             self.generator.set_state(state["generator"])
         self.num_timesteps = state["num_timesteps"]
+
+    def _check_fits(self, state: dict[str, Any]) -> None:
+        # Actions are scaled and clipped to their bounds, observations are not.
+        for name, bounds in (("observation_space", False), ("action_space", True)):
+            learned, own = state[name], getattr(self.interface, name)
+            if not _alike(learned, describe(own), bounds):
+                raise ConfigurationError(
+                    f"the checkpoint learned with {name} {restore(learned)}, but here it is {own}"
+                )
+        for name in ("normalize_observation", "normalize_reward"):
+            learned = state["hyperparameters"].get(name, False)
+            own = getattr(self.hyperparameters, name, False)
+            if learned != own:
+                raise ConfigurationError(
+                    f"{name} is {own}, but the checkpoint learned with {learned}; leave it out to "
+                    "go on as before"
+                )
 
     def save_memory(self, folder: Path) -> None:
         """Write what only learning on needs and :meth:`save` leaves out: a replay buffer."""
@@ -264,3 +302,18 @@ class BaseAgent(ABC):
     @classmethod
     def _read(cls, given: dict[str, Any]) -> Any:
         return hyperparameters.read(cls.hyperparameters_type, given, cls.name)
+
+
+def _alike(learned: Any, own: Any, bounds: bool, name: str = "") -> bool:
+    """Whether two descriptions of spaces say the same, where ``bounds`` those of Boxes too."""
+    if isinstance(learned, dict):
+        return (
+            isinstance(own, dict)
+            and learned.keys() == own.keys()
+            and all(_alike(learned[key], own[key], bounds, key) for key in learned)
+        )
+    if isinstance(learned, Tensor):
+        same_shape = isinstance(own, Tensor) and learned.shape == own.shape
+        free = not bounds and name in ("low", "high")
+        return same_shape and (free or torch.equal(learned, own))
+    return bool(learned == own)

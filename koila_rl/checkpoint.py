@@ -6,7 +6,7 @@ import io
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +44,20 @@ def load_state(path: str | Path, device: torch.device | str = "cpu") -> dict[str
         ) from error
     if not isinstance(state, dict):
         raise ConfigurationError(f"{path} holds a {type(state).__name__}, not a checkpoint")
-    return cast("dict[str, Any]", _with_numpy(state))
+    return _Checkpoint(path, _with_numpy(state))
+
+
+class _Checkpoint(dict[str, Any]):
+    """What a file held; what it should hold and does not is refused by name."""
+
+    def __init__(self, path: str | Path, state: dict[str, Any]) -> None:
+        super().__init__(state)
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise ConfigurationError(
+            f"{self._path} lacks {key!r}: it is not whole, or of another version of koila_rl"
+        )
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:

@@ -161,7 +161,7 @@ def _train(command: Train, hyperparameters: dict[str, Any]) -> int:
 
 def _evaluate(command: Evaluate) -> int:
     import koila_rl
-    from koila_rl.training import read_config
+    from koila_rl.run_folder import read_config
 
     config = read_config(command.run)
     if not config["env_is_name"]:

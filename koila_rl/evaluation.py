@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from koila_rl.arguments import whole
 from koila_rl.envs import EnvironmentLike, Episode, VectorEnvironment, make_environment
-from koila_rl.errors import ConfigurationError
 
 __all__ = ["Evaluation", "evaluate"]
 
@@ -72,8 +72,7 @@ def evaluate(
     Raises:
         ConfigurationError: ``episodes`` is below 1 or the environment cannot be made.
     """
-    if episodes < 1:
-        raise ConfigurationError(f"episodes is {episodes} but must be at least 1")
+    episodes, seed = whole("episodes", episodes), whole("seed", seed, 0)
     with _environment(env, min(episodes, _SIDE_BY_SIDE), env_kwargs) as vector:
         quota = np.full(vector.n_envs, episodes // vector.n_envs)
         quota[: episodes % vector.n_envs] += 1

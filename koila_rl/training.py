@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
-import os
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,27 +15,37 @@ import torch
 import koila_rl
 from koila_rl.account import UpdateAccount
 from koila_rl.agents import hyperparameters as hyper
-from koila_rl.agents.base import BaseAgent
+from koila_rl.agents.base import BaseAgent, read_agent
 from koila_rl.agents.dqn import DQN
 from koila_rl.agents.interface import Progress, says_stop
 from koila_rl.agents.ppo import PPO
 from koila_rl.agents.presets import preset
 from koila_rl.agents.recurrent_ppo import RecurrentPPO
-from koila_rl.checkpoint import load_state, write_atomically
+from koila_rl.arguments import whole
+from koila_rl.checkpoint import write_atomically
 from koila_rl.envs import EnvironmentLike
 from koila_rl.errors import ConfigurationError
 from koila_rl.memory.tuner import keeping_sizes
 from koila_rl.metrics import RunLog, draw_learning_curve, read_episodes
 from koila_rl.progress import Display
+from koila_rl.run_folder import (
+    TUNED,
+    as_folder,
+    check_writable,
+    choose,
+    read_config,
+    read_tuned,
+    write_json,
+)
 
-__all__ = ["AGENTS", "TrainResult", "agent_named", "load", "read_config", "train"]
+__all__ = ["AGENTS", "TrainResult", "agent_named", "load", "train"]
 
 AGENTS: dict[str, type[BaseAgent]] = {kind.name: kind for kind in (PPO, RecurrentPPO, DQN)}
 
 Callback = Callable[[Progress], "bool | None"]
 
 _SAVES = 20
-_TUNED = "tuned.json"
+_SEEDS = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ def train(
     tune: bool = False,
     run_dir: str | Path | None = None,
     progress: bool = True,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Callback | Iterable[Callback] = (),
     resume: str | Path | None = None,
     **hyperparameters: Any,
 ) -> TrainResult:
@@ -90,9 +96,11 @@ def train(
             is written into ``tuned.json``, and what is found there is not timed again on resume.
         run_dir: Folder of the run; a fresh one in ``runs/`` where not said.
         progress: Whether to show a progress bar and a table at the end.
-        callbacks: Called with a ``Progress`` after each update; False ends learning.
+        callbacks: One, or several, called with a ``Progress`` after each update; False ends
+            learning.
         resume: Folder of a run to go on with, by its seed and, where they are not said, its
-            hyperparameters and memory. Environments start new episodes.
+            hyperparameters and memory. Environments start new episodes. A hyperparameter that
+            was a function of your own has to be said again.
         hyperparameters: Named as in Stable-Baselines3. They go before the preset of the
             environment, where there is one (``koila_rl.agents.presets``).
 
@@ -105,18 +113,24 @@ def train(
         ConfigurationError: An argument cannot be used; nothing has been written.
         UnsupportedError: So is a space or autoreset mode.
     """
-    _check_numbers(total_timesteps, seed, n_envs)
+    total_timesteps, seed = (
+        whole("total_timesteps", total_timesteps),
+        whole("seed", seed, 0, _SEEDS),
+    )
+    n_envs = None if n_envs is None else whole("n_envs", n_envs)
+    run_dir, resume = as_folder("run_dir", run_dir), as_folder("resume", resume)
+    callbacks = _listed(callbacks)
     if run_dir is not None:
-        _check_folder(Path(run_dir))
+        check_writable(run_dir)
     kind = agent_named(agent)
-    state = None if resume is None else load_state(Path(resume) / "agent.pt")
+    state = None if resume is None else read_agent(resume / "agent.pt")
     settings, tuned = preset(agent, env), dict[str, int]()
     if resume is not None and state is not None:
-        _check_resumed(state, agent, total_timesteps, resume)
+        _check_resumed(state, agent, total_timesteps, resume, hyperparameters)
         settings = hyper.restore(state["hyperparameters"])
-        config = read_config(Path(resume))
+        config = read_config(resume)
         settings |= {"n_envs": config["n_envs"], "env_kwargs": config["env_kwargs"]}
-        tune, tuned = tune or config.get("tune", False), _read_tuned(Path(resume))
+        tune, tuned = tune or config.get("tune", False), read_tuned(resume)
         seed, memory = config["seed"], config["memory"] if memory == "auto" else memory
     environments = settings.pop("n_envs", None)
     env_kwargs = {**settings.pop("env_kwargs", {}), **(env_kwargs or {})}
@@ -138,13 +152,13 @@ def train(
             device=device,
             **settings,
         )
-        if resume is not None and state is not None:
-            learner.restore(state)
-            learner.load_memory(Path(resume))
         assert learner.env is not None
         if isinstance(env, str) or callable(env):
             stack.callback(learner.env.close)
-        run_dir = _choose_run_dir(run_dir, resume, env, agent, seed)
+        if resume is not None and state is not None:
+            learner.restore(state)
+            learner.load_memory(resume)
+        run_dir = choose(run_dir, resume, env, agent, seed)
         config = {
             "env": env if isinstance(env, str) else repr(env),
             "env_is_name": isinstance(env, str),
@@ -160,32 +174,29 @@ def train(
             "hyperparameters": hyper.describe(learner.hyperparameters),
             "versions": {name: version(name) for name in ("koila-rl", "torch", "gymnasium")},
         }
-        _write_json(run_dir / "config.json", config)
+        write_json(run_dir / "config.json", config)
         try:
             return _learn(
                 learner, total_timesteps, run_dir, str(config["env"]), progress, callbacks
             )
         finally:
             if tuned:
-                _write_json(run_dir / _TUNED, tuned)
+                write_json(run_dir / TUNED, tuned)
 
 
-def _check_numbers(total_timesteps: int, seed: int, n_envs: int | None) -> None:
-    for name, value in (("total_timesteps", total_timesteps), ("seed", seed), ("n_envs", n_envs)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigurationError(f"{name} is {value!r} but must be a whole number")
-    if total_timesteps < 1:
-        raise ConfigurationError(f"total_timesteps is {total_timesteps} but must be at least 1")
-    if not 0 <= seed < 2**32:
-        raise ConfigurationError(f"seed is {seed} but must be from 0 to {2**32 - 1}")
-    if n_envs is not None and n_envs < 1:
-        raise ConfigurationError(
-            f"n_envs is {n_envs} but must be at least 1; leave it out for the preset's number"
-        )
+def _listed(callbacks: Any) -> tuple[Callback, ...]:
+    """One callback or several as a tuple."""
+    try:
+        listed = (callbacks,) if callable(callbacks) else tuple(callbacks)
+    except TypeError:
+        listed = (None,)
+    if not all(callable(one) for one in listed):
+        raise ConfigurationError(f"callbacks is {callbacks!r} but must be functions of a Progress")
+    return listed
 
 
 def _check_resumed(
-    state: dict[str, Any], agent: str, total_timesteps: int, resume: str | Path
+    state: dict[str, Any], agent: str, total_timesteps: int, resume: Path, given: Collection[str]
 ) -> None:
     if state["agent"] != agent:
         raise ConfigurationError(
@@ -196,15 +207,12 @@ def _check_resumed(
             f"{resume} has seen {state['num_timesteps']} transitions already and "
             f"total_timesteps, which counts them too, is {total_timesteps}; raise it to go on"
         )
-
-
-def _check_folder(path: Path) -> None:
-    """Refuse a run folder that cannot be made or written, before anything is made."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise ConfigurationError(f"run_dir {path} cannot be made: {existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK) or str(existing.absolute()).startswith("/proc"):
-        raise ConfigurationError(f"run_dir {path} cannot be written: {existing} does not allow it")
+    for name, function in hyper.lost(state["hyperparameters"]).items():
+        if name not in given:
+            raise ConfigurationError(
+                f"{resume} learned with a {name} that was a function, {function}, which a "
+                f"checkpoint cannot hold; hand over {name} again to go on"
+            )
 
 
 def load(path: str | Path, device: torch.device | str = "auto") -> BaseAgent:
@@ -216,9 +224,7 @@ def load(path: str | Path, device: torch.device | str = "auto") -> BaseAgent:
         ConfigurationError: There is no agent, or it is of a kind that is not known.
     """
     path = Path(path)
-    state = load_state(path / "agent.pt" if path.is_dir() else path)
-    if "agent" not in state or "network" not in state:
-        raise ConfigurationError(f"{path} is a checkpoint but not of an agent")
+    state = read_agent(path / "agent.pt" if path.is_dir() else path)
     agent: BaseAgent = agent_named(state["agent"]).from_state(state, device)
     return agent
 
@@ -281,59 +287,10 @@ def agent_named(name: str) -> type[BaseAgent]:
     Raises:
         ConfigurationError: There is none of this name; says a near one.
     """
+    if not isinstance(name, str):
+        raise ConfigurationError(f"agent is {name!r} but must be a name: {', '.join(AGENTS)}")
     if name not in AGENTS:
         near = difflib.get_close_matches(name, AGENTS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(AGENTS)}"
         raise ConfigurationError(f"unknown agent {name!r}; {hint}")
     return AGENTS[name]
-
-
-def _choose_run_dir(
-    run_dir: str | Path | None, resume: str | Path | None, env: object, agent: str, seed: int
-) -> Path:
-    if run_dir is None and resume is not None:
-        return Path(resume)
-    if run_dir is not None:
-        path = Path(run_dir)
-        if (path / "config.json").exists() and (resume is None or Path(resume) != path):
-            raise ConfigurationError(
-                f"{path} already holds a run; name another run_dir, or go on with resume={path}"
-            )
-        return path
-    label = env if isinstance(env, str) else type(env).__name__
-    safe = re.sub(r"[^\w.-]+", "-", label)
-    stem = f"{safe}_{agent}_seed{seed}_{time.strftime('%Y%m%d-%H%M%S')}"
-    return next(path for path in _numbered(Path("runs") / stem) if not path.exists())
-
-
-def _numbered(path: Path) -> Iterator[Path]:
-    """``path``, then ``path-2``, …: two runs may start in the same second."""
-    yield path
-    number = 2
-    while True:
-        yield path.with_name(f"{path.name}-{number}")
-        number += 1
-
-
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """What ``config.json`` of a run's folder says."""
-    try:
-        config: dict[str, Any] = json.loads((run_dir / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{run_dir} is not the folder of a run: {error}") from error
-    return config
-
-
-def _read_tuned(run_dir: Path) -> dict[str, int]:
-    """Microbatch sizes that a run has timed, by program."""
-    try:
-        tuned = json.loads((run_dir / _TUNED).read_text())
-        return {str(name): int(size) for name, size in tuned.items() if int(size) >= 1}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigurationError(f"{run_dir / _TUNED} cannot be read: {error}") from error
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_atomically(path, (json.dumps(value, indent=2, default=repr) + "\n").encode())

@@ -71,6 +71,14 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
         load_state(tmp_path / "list.pt")
 
 
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    save_state(tmp_path / "a.pt", {"step": 1})
+    state = load_state(tmp_path / "a.pt")
+    assert state.get("weights") is None
+    with pytest.raises(ConfigurationError, match=r"a\.pt lacks 'weights'"):
+        state["weights"]
+
+
 class Killed(BaseException):
     """Stands for a signal: not an Exception, so nothing may swallow it."""
 

@@ -42,7 +42,7 @@ LAYERS = (
         "workers",
     ),
     ("agents",),
-    ("account", "progress", "training", "callbacks", "cards"),
+    ("account", "progress", "run_folder", "training", "callbacks", "cards"),
     ("cli", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import koila_rl
+from koila_rl.agents import PPO
 from koila_rl.agents.interface import Progress
 from koila_rl.callbacks import Evaluations
 from koila_rl.errors import ConfigurationError, EnvironmentFailedError, KoilaError
@@ -116,8 +117,8 @@ def test_resuming_twice_gives_the_same_parameters_bitwise(agent: str) -> None:
     [
         ("CartPole-v1", {"agent": "dqn"}, "a is a run of agent 'ppo', but agent is 'dqn'"),
         ("CartPole-v1", {"total_timesteps": 30}, "seen 3. transitions already .* is 30"),
-        ("CartPole-v1", {"net_arch": (8,)}, "does not fit one for .* hyperparameters"),
-        ("Acrobot-v1", {}, r"learned on Box\(.*4.*does not fit one for Box\(.*6"),
+        ("CartPole-v1", {"net_arch": (8,)}, "does not fit one of these hyperparameters"),
+        ("Acrobot-v1", {}, r"observation_space Box\(.*4.*but here it is Box\(.*6"),
     ],
 )
 def test_what_does_not_go_on_is_refused_and_leaves_the_run(
@@ -169,6 +170,22 @@ def test_callbacks_see_progress_and_end_the_run() -> None:
     assert len(seen[0].episodes) == 5
 
 
+def test_one_callback_needs_no_list_and_numbers_may_be_of_numpy() -> None:
+    seen: list[Progress] = []
+    result = koila_rl.train(
+        Counting,
+        total_timesteps=np.int64(16),  # type: ignore[arg-type]
+        seed=np.int64(3),  # type: ignore[arg-type]
+        n_envs=np.int64(1),  # type: ignore[arg-type]
+        callbacks=seen.append,
+        run_dir="a",
+        **QUICK,
+    )
+    config = json.loads(Path("a/config.json").read_text())
+    assert [config[name] for name in ("total_timesteps", "seed", "n_envs")] == [16, 3, 1]
+    assert [state.num_timesteps for state in seen] == [result.agent.num_timesteps] == [16]
+
+
 @pytest.mark.parametrize(
     ("env", "arguments", "message"),
     [
@@ -180,7 +197,15 @@ def test_callbacks_see_progress_and_end_the_run() -> None:
         ("CartPole-v1", {"n_steps": 1, "n_envs": 1}, "= 1"),
         ("CartPole-v1", {"batch_size": 257}, "batch_size is 257"),
         ("CartPole-v1", {"total_timesteps": 0}, "total_timesteps is 0"),
-        ("CartPole-v1", {"seed": 1.5}, "seed is 1.5 but must be a whole number"),
+        ("CartPole-v1", {"seed": 1.5}, r"seed is 1.5 \(float\); it must be a whole number"),
+        ("CartPole-v1", {"seed": 2**32}, "seed is 4294967296; it must be 4294967295 or less"),
+        ("CartPole-v1", {"n_envs": "2"}, "n_envs is '2'"),
+        ("CartPole-v1", {"agent": None}, "agent is None but must be a name: ppo, recurrent_ppo"),
+        ("CartPole-v1", {"agent": PPO}, "agent is <class .*PPO'> but must be a name"),
+        ("CartPole-v1", {"run_dir": 3}, "run_dir is 3, but must be the path of a folder"),
+        ("CartPole-v1", {"resume": 3}, "resume is 3, but must be the path of a folder"),
+        ("CartPole-v1", {"callbacks": 3}, "callbacks is 3 but must be functions"),
+        ("CartPole-v1", {"callbacks": ["stop"]}, r"callbacks is \['stop'\] but must be functions"),
         ("CartPole-v1", {"total_timesteps": "many"}, "total_timesteps is 'many'"),
         ("CartPole-v1", {"device": "abacus"}, "abacus"),
         ("CartPole-v1", {"resume": "nowhere"}, "no checkpoint"),

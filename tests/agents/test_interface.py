@@ -51,3 +51,18 @@ def test_learn_takes_whole_numbers(kind: type[BaseAgent]) -> None:
         agent.learn("100")  # type: ignore[arg-type]
     agent.learn(np.int64(8))  # type: ignore[arg-type]
     assert agent.num_timesteps == 8
+
+
+@pytest.mark.parametrize("kind", [PPO, DQN])
+def test_seeds_are_whole_numbers(kind: type[BaseAgent]) -> None:
+    found = [kind(Counting, seed=seed, **QUICK[kind]) for seed in (3, np.int64(3))]  # type: ignore[arg-type]
+    assert [type(agent.seed) for agent in found] == [int, int]
+    first, second = (agent.network.state_dict() for agent in found)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for seed in ("a", -1, None):
+        with pytest.raises(ConfigurationError, match=f"seed is {seed!r}"):
+            kind(Counting, seed=seed, **QUICK[kind])  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="n_envs is '2'"):
+        kind(Counting, n_envs="2", **QUICK[kind])  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="episodes is '5'"):
+        found[0].evaluate(Counting, episodes="5")  # type: ignore[arg-type]
