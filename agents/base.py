@@ -279,11 +279,23 @@ class BaseAgent(ABC):
             )
         return self.env
 
+    def restart(self) -> None:
+        """Begin new episodes everywhere at the next step, since the old ones cannot go on."""
+        self._observation = None
+
+    def _restarting(self) -> None:
+        """What else must know that the next step begins new episodes."""
+        return
+
     def _first_observation(self, env: VectorEnvironment) -> Any:
+        """What to act on; whoever acts puts the next one back. If the step fails, nobody does."""
         if self._observation is None:
+            self._restarting()
             # Another start than at the first time, where learning goes on from a checkpoint.
             self._observation = env.reset(seed=self.seed + self.num_timesteps)
-        return self._observation
+        observation = self._observation
+        self.restart()
+        return observation
 
     def _adam(self, schedule: Schedule, eps: float) -> torch.optim.Adam:
         # Fused, since with small networks the loop over parameters takes as long as the network.

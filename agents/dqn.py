@@ -146,6 +146,10 @@ class DQN(BaseAgent):
                 rows, moves = [], 0
         return episodes
 
+    def _restarting(self) -> None:
+        if self.replay is not None:
+            self.replay.end_episodes()
+
     def exploration_rate(self, total_timesteps: int) -> float:
         """ε: falls in a straight line over ``exploration_fraction`` of the steps, then stays."""
         values = self.hyperparameters

@@ -128,6 +128,9 @@ class RecurrentPPO(PPO):
         going_on = torch.zeros(len(self._start), dtype=torch.bool, device=self.device)
         return self.network.step(next_observation, self._memory, going_on)[1]
 
+    def _restarting(self) -> None:
+        self._start = torch.ones_like(self._start)
+
     def after_step(self, step: Step) -> None:
         """Where an episode ended the next row begins another, and so after a mere reset."""
         self._start = torch.from_numpy(step.terminated | step.truncated | step.reset)
