@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from koila_rl.agents.interface import Progress
-from koila_rl.envs import EnvironmentLike
+from koila_rl.agents.interface import Agent, Progress
+from koila_rl.envs import EnvironmentLike, VectorEnvironment, make_environment, on_own_environment
 from koila_rl.errors import ConfigurationError
-from koila_rl.evaluation import Evaluation, evaluate
+from koila_rl.evaluation import Evaluation, play, playing
 
 __all__ = ["Checkpoints", "Evaluations", "StopAtReward"]
 
@@ -50,6 +50,8 @@ class Checkpoints:
 class Evaluations:
     """Plays ``episodes`` whole episodes every ``every`` time steps, on environments of their own.
 
+    Those that the agent learns on are refused: its episodes would be cut off by each evaluation.
+
     The mean return and its deviation are added to the metrics of the update. The best agent so
     far is saved to ``best``, where a path is given. A score of that agent must come from
     episodes of another seed: the best of many noisy means is too good.
@@ -64,6 +66,7 @@ class Evaluations:
     """Mean return at which learning ends."""
     env_kwargs: dict[str, Any] | None = None
     history: list[tuple[int, Evaluation]] = field(default_factory=list, init=False)
+    _checked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         """Refuse numbers below 1."""
@@ -71,12 +74,16 @@ class Evaluations:
 
     def __call__(self, state: Progress) -> bool:
         """Evaluate, if it is time; False once ``stop_at`` is reached."""
+        if not self._checked and not isinstance(self.env, str) and not callable(self.env):
+            # Refused at once, and not at the first evaluation.
+            self._check(state.agent, make_environment(self.env))
+            self._checked = True
         last = self.history[-1][0] if self.history else 0
         if state.num_timesteps < min(last + self.every, state.total_timesteps):
             return True
-        result = evaluate(
-            state.agent, self.env, self.episodes, self.seed, env_kwargs=self.env_kwargs
-        )
+        with playing(self.env, self.episodes, self.env_kwargs) as vector:
+            self._check(state.agent, vector)
+            result = play(state.agent, vector, self.episodes, self.seed, deterministic=True)
         better = all(result.mean > before.mean for _, before in self.history)
         self.history.append((state.num_timesteps, result))
         state.metrics["eval/mean_return"] = result.mean
@@ -84,6 +91,13 @@ class Evaluations:
         if self.best is not None and better:
             state.agent.save(self.best)
         return self.stop_at is None or result.mean < self.stop_at
+
+    def _check(self, agent: Agent, vector: VectorEnvironment) -> None:
+        if on_own_environment(agent, vector):
+            raise ConfigurationError(
+                f"Evaluations would play on {self.env}, which the agent learns on, and cut its "
+                "episodes off; hand over another object, or a name or a function that makes one"
+            )
 
 
 @dataclass

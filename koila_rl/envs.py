@@ -26,7 +26,14 @@ from koila_rl.readings import Reader, where
 from koila_rl.spaces import each
 from koila_rl.workers import end, ended, workers_of
 
-__all__ = ["EnvironmentLike", "Episode", "Step", "VectorEnvironment", "make_environment"]
+__all__ = [
+    "EnvironmentLike",
+    "Episode",
+    "Step",
+    "VectorEnvironment",
+    "make_environment",
+    "on_own_environment",
+]
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,8 @@ class VectorEnvironment:
         self._ended = np.zeros(self.n_envs, dtype=np.bool_)
         self._total_reward = np.zeros(self.n_envs, dtype=np.float64)
         self._length = np.zeros(self.n_envs, dtype=np.int64)
+        self.kept: list[Episode] | None = None
+        """A list, where wanted, that episodes which end are put into too, to outlive a failure."""
 
     def reset(self, seed: int | None = None) -> Any:
         """Start a new episode everywhere; environment i is seeded ``seed + i``.
@@ -237,7 +246,8 @@ class VectorEnvironment:
             if workers is not None:
                 end(workers)
             elif on_its_way is None:
-                raise EnvironmentFailedError(f"{self.env} failed at close: {error}") from error
+                how = f"{type(error).__name__}: {error}"
+                raise EnvironmentFailedError(f"{self.env} failed at close: {how}") from error
 
     def _count(
         self, reward: NDArray[np.float32], reset: NDArray[np.bool_], ended: NDArray[np.bool_]
@@ -250,6 +260,8 @@ class VectorEnvironment:
         ]
         self._total_reward[ended] = 0.0
         self._length[ended] = 0
+        if self.kept is not None:
+            self.kept += finished
         return finished
 
 
@@ -277,6 +289,12 @@ def make_environment(
     """
     make = partial(make_vector, env, n_envs, env_kwargs, vectorization)
     return VectorEnvironment(make(), None if isinstance(env, VectorEnv) else make)
+
+
+def on_own_environment(agent: Any, vector: VectorEnvironment) -> bool:
+    """Whether an environment of ``vector`` is one that ``agent`` learns on."""
+    own = getattr(agent, "env", None)
+    return isinstance(own, VectorEnvironment) and own.shares(vector)
 
 
 def _objects(env: VectorEnv[Any, Any, Any]) -> set[int]:

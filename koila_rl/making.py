@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,13 +15,15 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from koila_rl.errors import ConfigurationError, EnvironmentFailedError, MissingDependencyError
 
-__all__ = ["EnvironmentLike", "make_rendering", "make_vector"]
+__all__ = ["EnvironmentLike", "make_rendering", "make_vector", "missing"]
 
 EnvironmentLike: TypeAlias = (
     "str | gym.Env[Any, Any] | Callable[[], gym.Env[Any, Any]] | VectorEnv[Any, Any, Any]"
 )
 
 _VECTORIZATIONS = ("sync", "async")
+_EXTRAS = ("atari", "box2d", "classic-control")
+_MAKING = (gym.error.Error, ImportError, TypeError)
 
 
 def make_vector(
@@ -66,6 +69,7 @@ def make_rendering(env: EnvironmentLike, env_kwargs: dict[str, Any]) -> gym.Env[
 
     Raises:
         ConfigurationError: A vector environment was given, or the name is unknown.
+        MissingDependencyError: The environment needs a package that is not installed.
     """
     if isinstance(env, str):
         if env.startswith("ALE/"):
@@ -73,7 +77,10 @@ def make_rendering(env: EnvironmentLike, env_kwargs: dict[str, Any]) -> gym.Env[
                 f"{env} is learned in vectorised form, which does not render; hand over a factory"
             )
         _spec(env)
-        return gym.make(env, render_mode="rgb_array", **env_kwargs)
+        try:
+            return gym.make(env, render_mode="rgb_array", **env_kwargs)
+        except _MAKING as error:
+            raise _cannot_be_made(env, error) from error
     if isinstance(env, gym.Env):
         return env
     if isinstance(env, VectorEnv) or not callable(env):
@@ -122,7 +129,13 @@ def _vector(
     named = [partial(_named, make, i) for i, make in enumerate(makers)]
     if vectorization == "async":
         return AsyncVectorEnv(named, autoreset_mode=AutoresetMode.SAME_STEP)
-    return SyncVectorEnv(named, autoreset_mode=AutoresetMode.SAME_STEP)
+    made = SyncVectorEnv(named, autoreset_mode=AutoresetMode.SAME_STEP)
+    if len({id(one.unwrapped) for one in made.envs}) < len(makers):
+        raise ConfigurationError(
+            f"{len(makers)} environments were asked for and the function that makes them handed "
+            f"out the same object again, {made.envs[0].unwrapped}; make a new one in each call"
+        )
+    return made
 
 
 def _make_registered(
@@ -133,10 +146,25 @@ def _make_registered(
         if spec.vector_entry_point is not None and not spec.additional_wrappers:
             return gym.make_vec(name, n_envs, vectorization_mode="vector_entry_point", **env_kwargs)
         return _vector([partial(gym.make, name, **env_kwargs)] * n_envs, vectorization)
-    except gym.error.DependencyNotInstalled as error:
-        raise MissingDependencyError(f"environment {name!r} cannot be made: {error}") from error
-    except (gym.error.Error, ImportError, TypeError) as error:
-        raise ConfigurationError(f"environment {name!r} cannot be made: {error}") from error
+    except _MAKING as error:
+        raise _cannot_be_made(name, error) from error
+
+
+def missing(what: str, error: gym.error.DependencyNotInstalled) -> MissingDependencyError:
+    """As gymnasium says it, by the name of the extra where it is one of ours."""
+    named = re.search(r"gymnasium\[([\w-]+)\]", str(error))
+    extra = named.group(1).replace("_", "-") if named else ""
+    if extra in _EXTRAS:
+        package = str(error).partition(",")[0]
+        return MissingDependencyError(f"{what}: {package}: pip install 'koila-rl[{extra}]'")
+    return MissingDependencyError(f"{what}: {error}")
+
+
+def _cannot_be_made(name: str, error: Exception) -> ConfigurationError | MissingDependencyError:
+    what = f"environment {name!r} cannot be made"
+    if isinstance(error, gym.error.DependencyNotInstalled):
+        return missing(what, error)
+    return ConfigurationError(f"{what}: {error}")
 
 
 def _spec(name: str) -> EnvSpec:

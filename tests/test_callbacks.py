@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
+from gymnasium.vector import AutoresetMode
 
 import koila_rl
+from koila_rl.agents.dqn import DQN
 from koila_rl.callbacks import Checkpoints, Evaluations, StopAtReward
 from koila_rl.errors import ConfigurationError
-from tests.environments import Counting
+from tests.environments import Counting, vector
 
 QUICK: dict[str, Any] = {"n_steps": 16, "batch_size": 16, "n_epochs": 1, "progress": False}
 
@@ -38,6 +41,28 @@ def test_evaluations_are_in_the_metrics_and_the_best_is_kept(tmp_path: Path) -> 
     rows = (tmp_path / "run" / "metrics.csv").read_text().split()
     assert "eval/mean_return" in rows[0]
     assert ",3.0," in rows[3]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_evaluations_on_the_environment_that_is_learned_on_are_refused(wrapped: bool) -> None:
+    env = Counting(50)
+    agent = DQN(env, learning_starts=1000, report_interval=8)
+    own = gym.wrappers.TimeLimit(env, 9) if wrapped else env
+    with pytest.raises(ConfigurationError, match="which the agent learns on, and cut its"):
+        agent.learn(100, Evaluations(own, every=50, episodes=1))
+    # At once, and not at the first evaluation.
+    assert agent.num_timesteps < 50
+    with pytest.raises(ConfigurationError, match="which the agent learns on"):
+        agent.learn(200, Evaluations(lambda: own, every=1, episodes=1))
+    agent.learn(agent.num_timesteps + 8, Evaluations(Counting(3), every=1, episodes=1))
+
+
+def test_evaluations_on_a_vector_environment_that_is_learned_on_are_refused() -> None:
+    env = vector(Counting, 2, AutoresetMode.NEXT_STEP)
+    agent = DQN(env, learning_starts=1000, report_interval=8)
+    for own in (env, env.envs[1]):
+        with pytest.raises(ConfigurationError, match="which the agent learns on"):
+            agent.learn(agent.num_timesteps + 100, Evaluations(own, every=8, episodes=1))
 
 
 def test_evaluations_stop_at_a_return(tmp_path: Path) -> None:

@@ -105,6 +105,50 @@ def test_bad_arguments(env: object, n_envs: int, message: str) -> None:
         make_environment(env, n_envs)  # type: ignore[arg-type]
 
 
+def test_a_function_that_makes_the_same_object_again_is_refused() -> None:
+    env = Counting()
+    assert make_environment(lambda: env, 1).n_envs == 1
+    with pytest.raises(ConfigurationError, match=r"same object again.*make a new one in each call"):
+        make_environment(lambda: env, 2)
+
+
+class Unresettable(Counting):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if self.count:
+            raise ValueError("the key is lost")
+        return super().reset(seed=seed)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_reset_that_fails_is_named_in_every_mode(mode: AutoresetMode) -> None:
+    env = VectorEnvironment(vector(lambda: Unresettable(1), 1, mode))
+    env.reset()
+    with pytest.raises(EnvironmentFailedError, match=r"failed at .*ValueError: the key is lost"):
+        [env.step(np.zeros(1, np.int64)) for _ in range(2)]
+    with pytest.raises(EnvironmentFailedError, match="failed at reset: ValueError: the key is lo"):
+        env.reset()
+
+
+def test_closing_does_not_hide_an_error_on_its_way() -> None:
+    class Unclosable(Counting):
+        def close(self) -> None:
+            raise OSError("no")
+
+    env = make_environment(Unclosable, 1)
+
+    def fail() -> None:
+        try:
+            raise KeyError("first")
+        finally:
+            env.close()
+
+    with pytest.raises(KeyError, match="first"):
+        fail()
+    with pytest.raises(EnvironmentFailedError, match="failed at close: OSError: no"):
+        env.close()
+    env.env.closed = True
+
+
 def test_keywords_reach_the_environment_and_wrong_ones_are_named() -> None:
     env = make_environment("Pendulum-v1", 1, {"g": 5.0}).env
     assert env.get_attr("g") == (5.0,)  # type: ignore[attr-defined]
