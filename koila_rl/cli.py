@@ -94,8 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KoilaError as error:
         print(f"koila-rl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("koila-rl: interrupted; what was learned so far is saved", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        saved, failure = "what was learned so far is saved", error.__cause__
+        saved = saved if failure is None else f"saving failed: {type(failure).__name__}: {failure}"
+        print(f"koila-rl: interrupted; {' '.join(saved.split())}", file=sys.stderr)
         return 130
 
 

@@ -46,12 +46,16 @@ class RunLog:
         row = {_STEP: num_timesteps, **metrics}
         with self._metrics.open("a", newline="") as file:
             csv.DictWriter(file, self._names).writerow(row)
+        self.add_episodes(num_timesteps, episodes)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, num_timesteps)
+
+    def add_episodes(self, num_timesteps: int, episodes: Sequence[Episode]) -> None:
+        """Episodes that ended up to ``num_timesteps``, without metrics."""
         with self._episodes.open("a", newline="") as file:
             csv.writer(file).writerows(
                 (num_timesteps, episode.total_reward, episode.length) for episode in episodes
             )
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, num_timesteps)
 
     def close(self) -> None:
         """Flush TensorBoard's events."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,7 @@ from koila_rl.agents.presets import preset
 from koila_rl.agents.recurrent_ppo import RecurrentPPO
 from koila_rl.arguments import whole
 from koila_rl.checkpoint import write_atomically
-from koila_rl.envs import EnvironmentLike
+from koila_rl.envs import EnvironmentLike, Episode
 from koila_rl.errors import ConfigurationError
 from koila_rl.memory.tuner import keeping_sizes
 from koila_rl.metrics import RunLog, draw_learning_curve, read_episodes
@@ -235,11 +235,12 @@ def _learn(
     run_dir: Path,
     title: str,
     progress: bool,
-    callbacks: Iterable[Callback],
+    callbacks: tuple[Callback, ...],
 ) -> TrainResult:
     """Learn under a progress bar; files are complete however it ends."""
-    callbacks = tuple(callbacks)
-    log = RunLog(run_dir)
+    assert learner.env is not None
+    env, log = learner.env, RunLog(run_dir)
+    unreported = env.kept = list[Episode]()
     start = learner.num_timesteps
     display = Display(title, total_timesteps, start, progress)
     next_save = start
@@ -259,26 +260,67 @@ def _learn(
             metrics["rollout/mean_return"] = display.mean_return
         # Callbacks may add metrics to the row; each is called, also after one that asks to stop.
         state = replace(state, metrics=metrics)
-        answers = [callback(state) for callback in callbacks]
-        log.add(state.num_timesteps, metrics, state.episodes)
+        try:
+            answers = [callback(state) for callback in callbacks]
+        finally:
+            log.add(state.num_timesteps, metrics, state.episodes)
+            del unreported[: len(state.episodes)]
         if state.num_timesteps >= next_save:
             learner.save(run_dir / "agent.pt")
             next_save = state.num_timesteps + total_timesteps // _SAVES
         return not any(map(says_stop, answers))
 
-    try:
-        with display:
-            learner.learn(total_timesteps, after_update)
-    finally:
-        learner.save(run_dir / "agent.pt")
-        learner.save_memory(run_dir)
+    def leave_rest() -> None:
+        env.kept = None
+        log.add_episodes(learner.num_timesteps, unreported)
         log.close()
+
+    def leave_plan() -> None:
         if plan is not None:
             write_atomically(run_dir / "plan.txt", f"{plan}\n".encode())
-        episodes = read_episodes(run_dir)
-        draw_learning_curve(run_dir / "learning_curve.png", episodes, title)
+
+    def leave_curve() -> None:
+        draw_learning_curve(run_dir / "learning_curve.png", read_episodes(run_dir), title)
+
+    def leave_agent() -> None:
+        learner.save(run_dir / "agent.pt")
+        learner.save_memory(run_dir)
+
+    with _finishing(leave_agent, leave_rest, leave_plan, leave_curve), display:
+        learner.learn(total_timesteps, after_update)
     display.summary(learner.num_timesteps, run_dir, plan, account.rows())
-    return TrainResult(learner, tuple(value for _, value in episodes), run_dir, plan)
+    returns = tuple(value for _, value in read_episodes(run_dir))
+    return TrainResult(learner, returns, run_dir, plan)
+
+
+@contextlib.contextmanager
+def _finishing(*steps: Callable[[], None]) -> Iterator[None]:
+    """Do all ``steps`` at the end, however it comes and whether or not one of them fails.
+
+    An error of the block is raised before one of a step, which is chained to it.
+    """
+    error, failure = None, None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+    try:
+        with contextlib.ExitStack() as ending:
+            for step in reversed(steps):
+                ending.callback(step)
+    except Exception as raised:
+        failure = raised
+    if error is None and failure is not None:
+        raise failure
+    if error is not None and failure is not None:
+        # What the error itself came from stays at the other end of the chain.
+        first: BaseException = failure
+        while before := first.__cause__ or first.__context__:
+            first = before
+        first.__context__ = error.__cause__ or error.__context__
+        raise error from failure
+    if error is not None:
+        raise error
 
 
 def agent_named(name: str) -> type[BaseAgent]:
