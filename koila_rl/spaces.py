@@ -116,7 +116,10 @@ def owned(array: Any) -> NDArray[Any]:
         return np.array(array)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    return np.asarray(torch.tensor(np.require(array, requirements="C")))
+    # What torch cannot look at as it is, flipped or read-only, is copied for it.
+    shown = np.require(array, requirements=("C", "W"))
+    own: NDArray[Any] = torch.from_numpy(shown).clone().numpy()
+    return own
 
 
 def describe(space: gym.Space[Any]) -> dict[str, Any]:
