@@ -97,13 +97,17 @@ class _Named(gym.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         try:
-            return super().reset(seed=seed, options=options)
+            observation, info = super().reset(seed=seed, options=options)
+            _check_shape(self.observation_space, observation)
+            return observation, info
         except Exception as error:
             raise self._failed("reset", error) from error
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         try:
-            return super().step(action)
+            observation, *rest = super().step(action)
+            _check_shape(self.observation_space, observation)
+            return observation, *rest
         except Exception as error:
             raise self._failed(f"action {np.asarray(action).tolist()}", error) from error
 
@@ -113,6 +117,15 @@ class _Named(gym.Wrapper[Any, Any, Any, Any]):
             f"environment {self._index} ({self.env}) failed at {where}: "
             f"{type(error).__name__}: {error}"
         )
+
+
+def _check_shape(space: gym.Space[Any], observation: Any) -> None:
+    # Vector environments stretch some to the shape of the space and do not name others.
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        for key, part in enumerate(space) if isinstance(space, gym.spaces.Tuple) else space.items():
+            _check_shape(part, observation[key])
+    elif space.shape is not None and np.shape(observation) != space.shape:
+        raise ValueError(f"observation of shape {np.shape(observation)}, not {space.shape}")
 
 
 def _same(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:

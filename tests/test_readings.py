@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import gymnasium as gym
@@ -165,3 +166,22 @@ def test_other_shapes_than_announced_are_named(settings: dict[str, Any], message
 
     with pytest.raises(EnvironmentFailedError, match=message):
         play()
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_one_environment_of_another_shape_is_named(vectorization: str) -> None:
+    class Other(Nested):
+        def step(self, action: Any) -> Any:
+            state, *rest = super().step(action)
+            one = state["rest"][0], state["rest"][1][:1]
+            return {**state, "rest": one if action else state["rest"]}, *rest
+
+    with warnings.catch_warnings():
+        # Forking with threads about, and gymnasium's own log of what failed.
+        warnings.simplefilter("ignore")
+        env = make_environment(Other, 2, vectorization=vectorization)
+        env.reset()
+        text = r"environment 1 .* at action 1: ValueError: observation of shape \(1,\), not \(2,\)"
+        with pytest.raises(EnvironmentFailedError, match=text):
+            env.step(np.array([0, 1]))
+        env.close()
