@@ -14,7 +14,7 @@ from torch import Tensor
 
 from koila_rl.envs import Episode
 from koila_rl.errors import ConfigurationError
-from koila_rl.spaces import ActionSpace, ObservationSpace, each, owned, parts
+from koila_rl.spaces import ActionSpace, ObservationSpace, each, owned, parts, uncounted
 
 __all__ = ["Agent", "Interface", "Progress", "says_stop"]
 
@@ -75,17 +75,18 @@ class Interface:
             ConfigurationError: The shape or the structure is not that of the space.
         """
         try:
-            batched, singles = _batch(self.observation_space, observation)
+            batched, stacks = _batch(self.observation_space, observation)
         except (KeyError, TypeError) as error:
             raise ConfigurationError(
                 f"the observation is {type(observation).__name__} of another structure than the "
                 f"space that this agent learned on, {self.observation_space}"
             ) from error
-        if len(singles) != 1:
+        if len(stacks) != 1:
+            found = ["a single one" if n < 0 else f"{n} stacked" for n in sorted(stacks)]
             raise ConfigurationError(
-                "some parts of the observation are stacked and some are single ones"
+                f"the parts of the observation belong together, but there are {', '.join(found)}"
             )
-        return batched, singles.pop()
+        return batched, stacks.pop() < 0
 
     def to_environment(self, action: Tensor) -> NDArray[Any]:
         """Actions ``[N, …]`` as the environment counts, shapes and bounds them."""
@@ -104,15 +105,16 @@ class Interface:
         return np.asarray(array, dtype=space.dtype)
 
 
-def _batch(space: gym.Space[Any], observation: Any) -> tuple[Any, set[bool]]:
+def _batch(space: gym.Space[Any], observation: Any) -> tuple[Any, set[int]]:
+    """Arrays ``[N, …]``, and of how many each part was a stack, −1 for a single one."""
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         if isinstance(observation, tuple):
             observation = {str(i): part for i, part in enumerate(observation)}
-        batched, singles = {}, set[bool]()
+        batched, stacks = {}, set[int]()
         for name, part in parts(space).items():
-            batched[name], single = _batch(part, observation[name])
-            singles |= single
-        return batched, singles
+            batched[name], stacked = _batch(part, observation[name])
+            stacks |= stacked
+        return batched, stacks
     try:
         array = owned(observation)
     except ValueError as error:
@@ -124,11 +126,13 @@ def _batch(space: gym.Space[Any], observation: Any) -> tuple[Any, set[bool]]:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ConfigurationError(f"the observation {observation!r} is not finite")
     shape: tuple[int, ...] = space.shape or ()
-    if array.shape == shape:
-        return array[None], {True}
-    if array.shape[1:] != shape or array.ndim == 0:
-        stacked = ", ".join(str(size) for size in ("n", *shape))
+    single = array.shape == shape
+    if not single and (array.shape[1:] != shape or array.ndim == 0):
+        several = ", ".join(str(size) for size in ("n", *shape))
         raise ConfigurationError(
-            f"observation has shape {array.shape}; this agent takes {shape} or ({stacked})"
+            f"observation has shape {array.shape}; this agent takes {shape} or ({several})"
         )
-    return array, {False}
+    array = array[None] if single else array
+    for i in uncounted(space, array).tolist():
+        raise ConfigurationError(f"observation {array[i].tolist()} is not of {space}")
+    return array, {-1 if single else len(array)}

@@ -10,7 +10,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import DTypeLike, NDArray
 
 from koila_rl.errors import EnvironmentFailedError
-from koila_rl.spaces import each, owned, parts
+from koila_rl.spaces import each, owned, parts, uncounted
 
 __all__ = ["Reader", "where"]
 
@@ -64,6 +64,8 @@ class Reader:
             return each(np.array, raw)
         array = owned(raw)
         self._check(name, array, space.shape, action)
+        for index in uncounted(space, array).tolist():
+            raise self._refused(f"{name} {array[index].tolist()}, not of {space}", action, index)
         return array
 
     def _check(self, name: str, array: NDArray[Any], shape: tuple[int, ...], action: Any) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "owned",
     "parts",
     "restore",
+    "uncounted",
 ]
 
 ObservationSpace: TypeAlias = "gym.Space[Any]"
@@ -66,7 +67,13 @@ def check_spaces(
 
 def _check_observations(space: gym.Space[Any], agent: str) -> None:
     if isinstance(space, _NESTED):
-        for part in parts(space).values():
+        named = parts(space)
+        if not named or not all(isinstance(name, str) for name in named):
+            raise UnsupportedError(
+                f"{agent} takes Dict and Tuple observations of at least one part, with texts for "
+                f"names, not {space}"
+            )
+        for part in named.values():
             _check_observations(part, agent)
     elif not isinstance(space, _SIMPLE):
         raise UnsupportedError(
@@ -74,6 +81,21 @@ def _check_observations(space: gym.Space[Any], agent: str) -> None:
             f"and Tuple of these, not {space}; flatten others with "
             "gymnasium.wrappers.FlattenObservation"
         )
+
+
+def uncounted(space: gym.Space[Any], array: NDArray[Any]) -> NDArray[np.intp]:
+    """Indices of the rows of ``array`` that hold a number which ``space`` does not count.
+
+    There are none but for Discrete and MultiDiscrete.
+    """
+    if isinstance(space, spaces.Discrete):
+        first, n = space.start, space.n
+    elif isinstance(space, spaces.MultiDiscrete):
+        first, n = space.start, space.nvec
+    else:
+        return np.zeros(0, np.intp)
+    wrong = (array < first) | (array >= first + n) | (array != np.floor(array))
+    return np.flatnonzero(wrong.reshape(len(array), -1).any(-1))
 
 
 def is_image(space: gym.Space[Any]) -> bool:

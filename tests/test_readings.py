@@ -16,7 +16,7 @@ from koila_rl.agents.ppo import PPO
 from koila_rl.envs import VectorEnvironment, make_environment
 from koila_rl.errors import EnvironmentFailedError
 from koila_rl.spaces import owned
-from tests.environments import Counting, Nested
+from tests.environments import Counting, Identity, Nested
 
 NAN, INFINITY = float("nan"), float("inf")
 STILL = np.zeros(2, np.int64)
@@ -130,6 +130,18 @@ def test_nothing_is_learned_from_what_is_not_finite(
     ):
         agent.learn(100)
     assert all(bool(p.isfinite().all()) for p in agent.network.parameters())
+
+
+def test_a_number_that_the_space_does_not_count_is_named() -> None:
+    class Outside(Identity):
+        def step(self, action: Any) -> Any:
+            _, *rest = super().step(action)
+            return 7, *rest
+
+    env = make_environment(lambda: Outside(gym.spaces.Discrete(3, start=2)), 2)
+    env.reset()
+    with pytest.raises(EnvironmentFailedError, match=r"0 .*observation 7, not of Discrete\(3, st"):
+        env.step(np.array([2, 2]))
 
 
 def test_the_environment_and_the_part_that_are_not_finite_are_named() -> None:
