@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import io
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -157,8 +158,16 @@ def _train(command: Train, hyperparameters: dict[str, Any]) -> int:
             resume=command.resume,
             **hyperparameters,
         )
-    print(f"Play it: koila-rl evaluate {result.run_dir}")
+    print(f"Play it: {_called()} evaluate {result.run_dir}")
     return 0
+
+
+def _called() -> str:
+    """How to call this command again: by its name only where the shell finds it."""
+    here = Path(sys.argv[0])
+    if here.name != "koila-rl" or shutil.which("koila-rl"):
+        return "koila-rl"
+    return str(here)
 
 
 def _evaluate(command: Evaluate) -> int:

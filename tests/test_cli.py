@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from koila_rl.cli import main
+from koila_rl.cli import _called, main
 from koila_rl.memory.limits import current_limits
 
 QUICK = "--total-timesteps 300 --n-envs 2 --n-steps 16 --batch-size 32 --n-epochs 1 --no-progress"
@@ -32,6 +32,14 @@ def test_train_then_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert config["hyperparameters"]["net_arch"] == [16, 8]
     assert main(["evaluate", "a", "--episodes", "3"]) == 0
     assert "CartPole-v1: 3 episodes: mean return" in capsys.readouterr().out
+
+
+def test_what_to_call_next_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/koila-rl", "train"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert _called() == ".venv/bin/koila-rl"
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert _called() == "koila-rl"
 
 
 def test_a_fixed_microbatch_is_in_the_plan() -> None:
