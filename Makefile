@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# Two processes, whatever the machine has: each takes up to a gigabyte.
+PARALLEL ?= -n 2 --dist loadgroup
 
 .PHONY: setup train test slow check format conformance bench docs clean
 
@@ -18,10 +20,10 @@ train: setup
 	$(BIN)/koila-rl train CartPole-v1 --total-timesteps 100000 --memory 64MiB
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(PARALLEL)
 
 slow: setup
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q $(PARALLEL) -m slow
 
 check: setup
 	$(BIN)/ruff check .
@@ -33,7 +35,7 @@ format: setup
 	$(BIN)/ruff format .
 
 conformance: setup
-	$(BIN)/python -m pytest -q -m "slow or not slow" tests/conformance
+	$(BIN)/python -m pytest -q $(PARALLEL) -m "slow or not slow" tests/conformance
 
 bench: setup
 	for script in benchmarks/*.py; do $(BIN)/python "$$script" || exit 1; done
