@@ -44,7 +44,8 @@ def test_the_line_changes_nothing(name: str) -> None:
     for microbatch in (None, 3):
         parameters, curve = run(lazy=True, microbatch=microbatch)
         torch.testing.assert_close(parameters, plain, rtol=0, atol=1e-5)
-        assert curve == returns
+        # Continuous actions follow the parameters, which agree to rounding, not to the bit.
+        assert curve == pytest.approx(returns, rel=1e-6)
     plan = koila_rl.last_plan()
     assert plan is not None
     assert plan.microbatch_size == 3
