@@ -18,7 +18,7 @@ from torch import Tensor
 from koila_rl.recording.analysis import describe_function
 from koila_rl.recording.callinfo import CallInfo
 from koila_rl.recording.sizes import batch_shape
-from koila_rl.recording.template import Slots, fill, key_of
+from koila_rl.recording.template import Slots, fill, key_of, settled
 from koila_rl.recording.tensor import Group, LazyTensor
 from koila_rl.recording.values import Node, Source, meta_of
 
@@ -127,8 +127,11 @@ def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
     runtime = target._runtime
     base = LazyTensor(group.base, runtime)
     others = [x for k, x in enumerate(slots.tensors) if k != hole]
+    n = group.base.meta.n or info.n
+    if n != info.n:
+        # The view has a number of rows of its own; its views still count in those of the base.
+        template = settled(template, n)
     write = Written(target._chain, func, template, hole)
-    n = info.n
     size = batch_shape(n) if n > 1 else n
     written = record(write, (base, others, slots.consts, size), {})
     if not torch.is_grad_enabled() and group.base.meta.requires_grad:
@@ -154,15 +157,16 @@ def write_at_once(func: Any, template: Any, slots: Slots, holes: Sequence[int], 
         target: LazyTensor = slots.tensors[k]
         group = group_of(target)
         base = target._runtime.attached(group.base).clone()
-        real[k] = ViewOf(target._chain, None).view(base, n)
+        real[k] = ViewOf(target._chain, None).view(base, group.base.meta.n or n)
         groups.append((group, base))
         target._runtime.eager(describe_function(func))
     args, kwargs = fill(template, real, slots.consts, n)
     result = func(*args, **kwargs)
     for group, base in groups:
+        rows = group.base.meta.n or n
         group.base = node_of(base)
         for member in group.live():
-            member._node = node_of(ViewOf(member._chain, None).view(base, n))
+            member._node = node_of(ViewOf(member._chain, None).view(base, rows))
     lazy = {id(x): y for x, y in zip(real, slots.tensors, strict=True)}
     return lazy.get(id(result), result)
 

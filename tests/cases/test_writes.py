@@ -213,3 +213,25 @@ def test_a_real_tensor_in_line_with_the_minibatch_is_whole_where_the_call_is() -
         return running.pow(2).mean() + (y[order] * weights).mean(), running, weights[order]
 
     check(program, (torch.randn(N, 3),), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("microbatch", [None, 1, 3])
+@pytest.mark.parametrize("write", ["add_", "fill"])
+def test_a_write_to_rows_counted_from_the_minibatch_size(
+    microbatch: int | None, write: str
+) -> None:
+    """The view has a number of rows of its own, which is not the one that its length is in."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2.0
+        z = y.narrow(0, 0, y.shape[0] - 1)
+        if write == "add_":
+            z.add_(z)
+        else:
+            z[:, 0] = 3.0
+        return y, z
+
+    x = torch.randn(7, 3, dtype=torch.float64)
+    with koila_rl.limits(microbatch=microbatch), allow_unsplit():
+        found = koila_rl.materialize(program(koila_rl.lazy(x)))
+    torch.testing.assert_close(found, program(x), rtol=0, atol=1e-12)
