@@ -176,8 +176,11 @@ def join_view(
     hole: int, index: int,
 ) -> None:  # fmt: skip
     """The result shares storage with an input: remember how to get there from its base."""
-    step = ViewStep(info.func, info.template, others, consts, hole, info.paths[index])
-    group_of(base).join(view, (*base._chain, step))
+    group, template = group_of(base), info.template
+    if group.base.meta.n not in (0, info.n):
+        template = settled(template, group.base.meta.n)
+    step = ViewStep(info.func, template, others, consts, hole, info.paths[index])
+    group.join(view, (*base._chain, step))
 
 
 def group_of(tensor: LazyTensor) -> Group:

@@ -216,7 +216,7 @@ def test_a_real_tensor_in_line_with_the_minibatch_is_whole_where_the_call_is() -
 
 
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
-@pytest.mark.parametrize("write", ["add_", "fill"])
+@pytest.mark.parametrize("write", ["add_", "fill", "reshaped"])
 def test_a_write_to_rows_counted_from_the_minibatch_size(
     microbatch: int | None, write: str
 ) -> None:
@@ -227,6 +227,8 @@ def test_a_write_to_rows_counted_from_the_minibatch_size(
         z = y.narrow(0, 0, y.shape[0] - 1)
         if write == "add_":
             z.add_(z)
+        elif write == "reshaped":
+            z.reshape(z.shape[0], -1).mul_(2.0)
         else:
             z[:, 0] = 3.0
         return y, z
