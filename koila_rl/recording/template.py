@@ -20,6 +20,7 @@ __all__ = [
     "Const",
     "Ref",
     "Slots",
+    "counted",
     "fill",
     "flatten",
     "holes",
@@ -156,15 +157,24 @@ def key_of(template: Any) -> Any:
 
 def settled(template: Any, n: int) -> Any:
     """The template with sizes of another minibatch than that of n samples as plain numbers."""
+    return _replace_sizes(template, lambda size: size if size.base in (0, n) else int(size))
+
+
+def counted(template: Any, n: int) -> Any:
+    """The template with all sizes as the plain numbers that they are for n samples."""
+    return _replace_sizes(template, lambda size: size.value(n))
+
+
+def _replace_sizes(template: Any, change: Callable[[BatchInt], int]) -> Any:
     kind = type(template)
     if kind is BatchInt:
-        return template if template.base in (0, n) else int(template)
+        return change(template)
     if kind is tuple or kind is list:
-        return kind(settled(item, n) for item in template)
+        return kind(_replace_sizes(item, change) for item in template)
     if kind is dict:
-        return {name: settled(item, n) for name, item in template.items()}
+        return {name: _replace_sizes(item, change) for name, item in template.items()}
     if kind is slice:
-        return slice(*(settled(x, n) for x in _parts(template)))
+        return slice(*(_replace_sizes(x, change) for x in _parts(template)))
     return template
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from koila_rl.recording.analysis import describe_function
 from koila_rl.recording.callinfo import CallInfo
 from koila_rl.recording.sizes import batch_shape
-from koila_rl.recording.template import Slots, fill, key_of, settled
+from koila_rl.recording.template import Slots, counted, fill, key_of
 from koila_rl.recording.tensor import Group, LazyTensor
 from koila_rl.recording.values import Node, Source, meta_of
 
@@ -128,10 +128,7 @@ def record_write(func: Any, template: Any, slots: Slots, info: Any) -> Any:
     base = LazyTensor(group.base, runtime)
     others = [x for k, x in enumerate(slots.tensors) if k != hole]
     n = group.base.meta.n or info.n
-    if n != info.n:
-        # The view has a number of rows of its own; its views still count in those of the base.
-        template = settled(template, n)
-    write = Written(target._chain, func, template, hole)
+    write = Written(target._chain, func, _in_rows_of(group, info.n, template), hole)
     size = batch_shape(n) if n > 1 else n
     written = record(write, (base, others, slots.consts, size), {})
     if not torch.is_grad_enabled() and group.base.meta.requires_grad:
@@ -176,11 +173,18 @@ def join_view(
     hole: int, index: int,
 ) -> None:  # fmt: skip
     """The result shares storage with an input: remember how to get there from its base."""
-    group, template = group_of(base), info.template
-    if group.base.meta.n not in (0, info.n):
-        template = settled(template, group.base.meta.n)
+    group = group_of(base)
+    template = _in_rows_of(group, info.n, info.template)
     step = ViewStep(info.func, template, others, consts, hole, info.paths[index])
     group.join(view, (*base._chain, step))
+
+
+def _in_rows_of(group: Group, n: int, template: Any) -> Any:
+    """The template of a call on n rows, for use where sizes count the rows of the group's base.
+
+    A view may have a number of rows of its own, as all but the last have.
+    """
+    return template if group.base.meta.n in (0, n) else counted(template, n)
 
 
 def group_of(tensor: LazyTensor) -> Group:

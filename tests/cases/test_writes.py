@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -215,25 +216,35 @@ def test_a_real_tensor_in_line_with_the_minibatch_is_whole_where_the_call_is() -
     check(program, (torch.randn(N, 3),), nn.Linear(3, 1))
 
 
-@pytest.mark.parametrize("microbatch", [None, 1, 3])
-@pytest.mark.parametrize("write", ["add_", "fill", "reshaped"])
-def test_a_write_to_rows_counted_from_the_minibatch_size(
-    microbatch: int | None, write: str
-) -> None:
-    """The view has a number of rows of its own, which is not the one that its length is in."""
+SHORTER: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], object]]] = {
+    "itself": (lambda y: y.narrow(0, 0, y.shape[0] - 1), lambda z: z.add_(z)),
+    "assigned": (lambda y: y.narrow(0, 0, y.shape[0] - 1), lambda z: z[:, 0].fill_(3.0)),
+    "reshaped": (
+        lambda y: y.narrow(0, 0, y.shape[0] - 1),
+        lambda z: z.reshape(z.shape[0], -1).mul_(2.0),
+    ),
+    "narrowed": (lambda y: y[1:], lambda z: z.narrow(0, 0, z.shape[0] - 1).fill_(3.0)),
+    "half": (
+        lambda y: y.narrow(0, 0, y.shape[0] // 2),
+        lambda z: z.narrow(0, 0, z.shape[0] - 1).add_(1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("microbatch", [None, 1, 4])
+@pytest.mark.parametrize("name", SHORTER)
+def test_a_write_to_a_view_of_another_number_of_rows(microbatch: int | None, name: str) -> None:
+    """Also as the minibatch size changes, where analyses of the view are carried over."""
+    view, write = SHORTER[name]
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x * 2.0
-        z = y.narrow(0, 0, y.shape[0] - 1)
-        if write == "add_":
-            z.add_(z)
-        elif write == "reshaped":
-            z.reshape(z.shape[0], -1).mul_(2.0)
-        else:
-            z[:, 0] = 3.0
-        return y, z
+        z = view(y)
+        write(z)
+        return y.sum(1), z.sum()
 
-    x = torch.randn(7, 3, dtype=torch.float64)
-    with koila_rl.limits(microbatch=microbatch), allow_unsplit():
-        found = koila_rl.materialize(program(koila_rl.lazy(x)))
-    torch.testing.assert_close(found, program(x), rtol=0, atol=1e-12)
+    for n in (7, 9, 12, 7, 9):
+        x = torch.randn(n, 3, dtype=torch.float64)
+        with koila_rl.limits(microbatch=microbatch), allow_unsplit():
+            found = koila_rl.materialize(program(koila_rl.lazy(x)))
+        torch.testing.assert_close(found, program(x), rtol=0, atol=1e-12)
