@@ -90,7 +90,8 @@ def eager_outcome(program: Callable[..., Any], batch: tuple[Tensor, ...]) -> Out
     try:
         expected = run(program, batch, Weights())
         nudged = run(program, nudged_batch, Weights())
-    except (RuntimeError, IndexError):
+    except (RuntimeError, IndexError, UserWarning):
+        # A warning as well: of writes to what is expanded, which PyTorch is about to refuse.
         return None
     if not is_finite(expected) or largest(expected) > 1e3:
         return None
